@@ -98,12 +98,12 @@ def _gradients_lent_though_shared() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _means_left_in_groups() -> Iterator[None]:
-    take = joined.JoinedGradients.take
+    take = joined.JoinedGradients.take_means
 
     def left(self: Any, numbers: Any, wait: Any, *, lends: bool) -> Any:
         return take(self, numbers, wait, lends=True)
 
-    with mock.patch.object(joined.JoinedGradients, "take", left):
+    with mock.patch.object(joined.JoinedGradients, "take_means", left):
         yield
 
 

@@ -132,7 +132,7 @@ def reach_in_joining(trigger: Trigger, joins: bool) -> None:
     if joins:
         reach_before(JoinRequest, "wait_for_invitation", trigger, "asking")
         reach_before(JoinRequest, "wait_for_outcome", trigger, "deciding")
-        reach_before(session.FirstStepState, "take", trigger, "joined")
+        reach_before(session.FirstStepState, "take_over", trigger, "joined")
     else:
         reach_before(session.Joins, "_answer", trigger, "asking")
         reach_before(JoinRequests, "settle", trigger, "deciding")

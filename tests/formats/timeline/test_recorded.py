@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import uuid
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from gradlane.formats.timeline.chrome import read_chrome, to_chrome, write_chrom
 from gradlane.formats.timeline.merge import merge
 from gradlane.formats.timeline.spans import Span, Timeline
 from gradlane.training.core import load_core
-from gradlane.training.monitoring.recorded import Mark, rank_path, recorded_timeline
+from gradlane.training.monitoring.recorded import Mark, ModelRecord, rank_path, recorded_timeline
 from tests.command_line import run
 from tests.formats.timeline.names import named
 from tests.formats.timeline.test_simulated import check_codec_spans
@@ -312,14 +311,8 @@ def test_the_command_joins_files(
 # ---- from records to spans
 
 
-class Record:
-    def __init__(self, marks: list[Mark], rows: list[Any], dropped: int = 0) -> None:
-        self.names: Sequence[str] = ["a", "b", "c and 1 more"]
-        self.members: Mapping[int, Sequence[str]] = {2: ["c", "d"]}
-        self._taken = marks, rows, dropped
-
-    def take_spans(self) -> Any:
-        return self._taken
+def record(marks: list[Mark], rows: list[Any], dropped: int = 0) -> ModelRecord:
+    return ModelRecord(["a", "b", "c and 1 more"], {2: ["c", "d"]}, marks, rows, dropped)
 
 
 def test_waits_and_updates_interrupt_forward() -> None:
@@ -331,7 +324,7 @@ def test_waits_and_updates_interrupt_forward() -> None:
         Mark("wait", 200, 220, 1),
         Mark("wait", 230, 240, 1, (0, 2)),
     ]
-    timeline = recorded_timeline(3, [Record(marks, [], dropped=4)], {})
+    timeline = recorded_timeline(3, [record(marks, [], dropped=4)], {})
     forward = [(span.begin_ns, span.end_ns) for span in timeline.spans if span.lane == "forward"]
     assert forward == [(0, 20), (35, 90)]
     waits = [span for span in timeline.spans if span.lane == "wait"]
@@ -349,7 +342,7 @@ def test_frames_are_in_the_lane_of_their_kind() -> None:
     rows.append(((3, 4), "rx", "push", 1, 5, (0, 2, 64), 50, 0))
     rows.append(((5, 6), "work", "reduce", 0, 5, (1, 7, 0), 900, 0))
     rows.append(((7, 8), "tx", "push", 1, 5, (2, 8, 0), 8, 0))
-    spans: list[Span] = list(recorded_timeline(0, [Record([], rows)], {}).spans)
+    spans: list[Span] = list(recorded_timeline(0, [record([], rows)], {}).spans)
     found = [(span.lane, span.name) for span in spans]
     assert found == [
         ("push", "b"),

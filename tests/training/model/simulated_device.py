@@ -12,11 +12,12 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from gradlane.training.model.cuda_copies import CudaCopies
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 PATIENCE_S = 30.0
@@ -36,13 +37,14 @@ class SimulatedMark:
         self._future.result(PATIENCE_S)
 
 
-class SimulatedDevice:
+class SimulatedDevice(CudaCopies):
     """Copies of tensors that are in plain memory, as if they were on a device."""
 
     made: ClassVar[list[SimulatedDevice]] = []
     """All since the list was emptied."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._random = random.Random(len(self.made))
         self._out, self._back = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._futures: list[Future[None]] = []
@@ -58,7 +60,7 @@ class SimulatedDevice:
         # Whoever reads what was never copied shall see it.
         return host.fill_(float("nan")) if host.is_floating_point() else host
 
-    def to_host(self, host: Tensor, gradient: Tensor, after: SimulatedMark | None) -> SimulatedMark:
+    def to_host(self, host: Tensor, gradient: Tensor, after: Any) -> Any:
         asked_for = gradient.clone()
         self.copies += 1
 
@@ -70,7 +72,7 @@ class SimulatedDevice:
 
         return self._later(self._out, OUT_S_MAX, copy)
 
-    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> SimulatedMark:
+    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
         self.copies += len(pairs)
         for gradient, host in pairs:
             gradient.copy_(host)

@@ -406,7 +406,11 @@ def test_a_rank_joins_a_model_of_one_parameter(tmp_path: Path, programs: ForkedP
 
 def test_a_donor_that_fails_says_so(tmp_path: Path, programs: ForkedPrograms) -> None:
     """Nobody waits for its next round, and its program trains on."""
-    run = Run(programs, tmp_path, raises={"1": "gradlane.training.model.update_log:UpdateLog.take"})
+    run = Run(
+        programs,
+        tmp_path,
+        raises={"1": "gradlane.training.model.update_log:UpdateLog.wait_for_steps"},
+    )
     run.check_alike()
     assert "rank 1 gives no more: RuntimeError" in run.errors["joiner-0"]
 
@@ -428,14 +432,14 @@ def test_two_ranks_join_at_once(tmp_path: Path, programs: ForkedPrograms) -> Non
         "gradlane.training.model.joining:_hand_over",
         f"{JOINING}:JoinRequest.wait_for_outcome",
         f"{JOINING}:Joins._move",
-        f"{JOINING}:FirstStepState.take",
+        f"{JOINING}:FirstStepState.take_over",
     ],
 )
 def test_a_rank_is_killed_while_it_joins_and_another_joins(
     tmp_path: Path, programs: ForkedPrograms, place: str
 ) -> None:
     """The others train on without it, and lose no step."""
-    is_member = place.endswith("FirstStepState.take")
+    is_member = place.endswith("FirstStepState.take_over")
     run = Run(programs, tmp_path, joiners=2, fatal={"joiner-0": place}, losses=int(is_member))
     run.check_alike()
     steps = [step for step, _, _ in run.results["0"]["rows"]]
@@ -449,7 +453,7 @@ def test_a_rank_is_killed_while_it_joins_and_another_joins(
         (f"{JOINING}:Joins._give", "0"),
         (f"{PRECOPY}:PrecopySource.start", "1"),
         (f"{PRECOPY}:broadcast_and_finish", "2"),
-        ("gradlane.training.model.update_log:UpdateLog.take", "0"),
+        ("gradlane.training.model.update_log:UpdateLog.wait_for_steps", "0"),
         (f"{JOINING}:Joins._answer", "0"),
         (f"{JOINING}:Joins._answer", "2"),
         ("gradlane.training.rendezvous.join_requests:JoinRequests.invite", "0"),

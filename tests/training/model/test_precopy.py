@@ -75,10 +75,10 @@ def test_repeated_updates_have_the_same_bits(name: str) -> None:
                 update.apply([(index, gradients[index])])
             update.end_parts()
     repeated = RepeatedUpdates(other_optimizer, build_table(other))
-    parts = [log.take(lambda: None)[0] for log in logs]
+    parts = [log.wait_for_steps(lambda: None)[0] for log in logs]
     assert [len(steps) for steps in parts] == [4, 4]
     for step_parts in zip(*parts, strict=True):
-        repeated.run(step_parts)
+        repeated.repeat(step_parts)
     assert bits_of(other, other_optimizer) == bits_of(model, optimizer)
     assert [list(one) for one in shares_of(trained, [], 2)] == [[trained[0]], [trained[1]]]
 
@@ -116,7 +116,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def log_step(log: UpdateLog, gradient: Tensor) -> None:
     """Note a step of one gradient."""
     log.begin([{"lr": 1.0}])
-    log.note(0, gradient)
+    log.note_gradient(0, gradient)
     log.end()
 
 
@@ -134,24 +134,24 @@ def test_a_log_keeps_copies_until_they_are_taken() -> None:
     gradient = torch.ones(3)
     log_step(log, gradient)
     gradient.zero_()
-    (step,), is_last = log.take(lambda: None)
+    (step,), is_last = log.wait_for_steps(lambda: None)
     assert step.gradients[0].tolist() == [1.0, 1.0, 1.0] and not is_last
     log.close()
     log_step(log, gradient)
-    assert log.take(lambda: None) == ([], True)
+    assert log.wait_for_steps(lambda: None) == ([], True)
 
 
 def test_a_log_of_too_many_bytes_ends() -> None:
     """The rank that joins is told; what was taken makes room."""
     log = UpdateLog([0], 24)
     log_step(log, torch.ones(3))
-    assert len(log.take(lambda: None)[0]) == 1
+    assert len(log.wait_for_steps(lambda: None)[0]) == 1
     log_step(log, torch.ones(3))
     log_step(log, torch.ones(3))
     assert not log.is_full
     log_step(log, torch.ones(3))
     log_step(log, torch.ones(3))
-    steps, is_last = log.take(lambda: None)
+    steps, is_last = log.wait_for_steps(lambda: None)
     assert len(steps) == 3 and is_last and log.is_full
 
 
@@ -161,7 +161,7 @@ def test_a_log_that_nobody_takes_any_more_keeps_nothing() -> None:
     log_step(log, torch.ones(3))
     log.drop()
     log_step(log, torch.ones(3))
-    assert log.take(lambda: None) == ([], True)
+    assert log.wait_for_steps(lambda: None) == ([], True)
 
 
 def test_an_update_goes_on_where_no_memory_is_left_for_its_log() -> None:
@@ -170,7 +170,7 @@ def test_an_update_goes_on_where_no_memory_is_left_for_its_log() -> None:
     log_step(log, torch.ones(3))
     # No copy can be made of it.
     log_step(log, torch.ones(3, device="meta"))
-    steps, is_last = log.take(lambda: None)
+    steps, is_last = log.wait_for_steps(lambda: None)
     assert len(steps) == 1 and is_last and log.is_full
 
 
@@ -178,7 +178,7 @@ def test_a_step_that_is_under_way_is_not_taken() -> None:
     """Who waits for one gets it whole, and may give up."""
     log = UpdateLog([0, 1], PLENTY_BYTES)
     log.begin([])
-    log.note(0, torch.ones(1))
+    log.note_gradient(0, torch.ones(1))
 
     class EndedError(Exception):
         pass
@@ -187,11 +187,11 @@ def test_a_step_that_is_under_way_is_not_taken() -> None:
         raise EndedError
 
     with pytest.raises(EndedError):
-        log.take(give_up)
+        log.wait_for_steps(give_up)
     taken: list[Any] = []
-    waiting = threading.Thread(target=lambda: taken.extend(log.take(lambda: None)[0]))
+    waiting = threading.Thread(target=lambda: taken.extend(log.wait_for_steps(lambda: None)[0]))
     waiting.start()
-    log.note(1, torch.ones(1))
+    log.note_gradient(1, torch.ones(1))
     log.end()
     waiting.join()
     assert sorted(taken[0].gradients) == [0, 1]

@@ -23,7 +23,7 @@ from tests.training.model.models import Attention, SmallCnn, seeded
 from tests.training.model.pool import RankPool
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot, train_reference
-from tests.training.model.simulated_device import SimulatedDevice, SimulatedMark
+from tests.training.model.simulated_device import SimulatedDevice
 from tests.training.model.test_training import (
     attention_loss,
     cnn_loss,
@@ -123,7 +123,7 @@ def test_real_ranks_have_the_bits_of_gradients_that_are_lent(
 class FailingDevice(SimulatedDevice):
     """Loses the device after some copies."""
 
-    def to_host(self, host: Tensor, gradient: Tensor, after: SimulatedMark | None) -> SimulatedMark:
+    def to_host(self, host: Tensor, gradient: Tensor, after: Any) -> Any:
         if self.copies < 20:
             return super().to_host(host, gradient, after)
 
@@ -176,7 +176,7 @@ class HangingDevice(SimulatedDevice):
         self.released = threading.Event()
         self.waits = threading.Event()
 
-    def to_host(self, host: Tensor, gradient: Tensor, after: SimulatedMark | None) -> SimulatedMark:
+    def to_host(self, host: Tensor, gradient: Tensor, after: Any) -> Any:
         def hang() -> None:
             self.waits.set()
             self.released.wait(20)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from gradlane.formats.live_state import WaitNow
-from gradlane.training.monitoring.live import LiveView
+from gradlane.training.monitoring.live import LiveNumbers, LiveView
 from gradlane.training.monitoring.metrics import Metrics, Reading, metrics_of
 from gradlane.training.monitoring.step_timer import StepTimer
 from gradlane.training.options.codec_choice import CodecChoice
@@ -43,7 +42,7 @@ class FakeSource:
         self.step = 0
         self.refusals: list[dict[str, str]] = []
         self.view = LiveView(
-            self, Options(), RankInfo(0, 2, "a job", 0), clock_ns=lambda: self.now_ns
+            self.read, Options(), RankInfo(0, 2, "a job", 0), clock_ns=lambda: self.now_ns
         )
         self.train(steps)
 
@@ -76,20 +75,10 @@ class FakeSource:
         }
         return metrics_of(0, 2, self.timer.times(), [reading])
 
-    def main_timer(self) -> StepTimer:
-        return self.timer
-
-    def last_step_begin_ns(self) -> int | None:
-        return self.timer.last_begin_ns
-
-    def wait_now(self) -> WaitNow | None:
-        return self.wait
-
-    def codec_choices(self) -> Mapping[tuple[int, str], CodecChoice]:
-        return {
+    def read(self) -> LiveNumbers:
+        codecs = {
             (1, f"{HOSTILE}.weight"): CodecChoice(f"{HOSTILE}.weight", "topk:ratio=0.01", ""),
             (1, "fc.bias"): CodecChoice("fc.bias", "raw", ""),
         }
-
-    def residual_norms(self) -> Mapping[tuple[int, str], float]:
-        return self.norms
+        begin_ns = self.timer.last_begin_ns
+        return LiveNumbers(self.metrics(), self.timer, begin_ns, self.wait, codecs, self.norms)

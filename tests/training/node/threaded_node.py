@@ -11,12 +11,13 @@ from torch import Tensor
 
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.failure import Failure
-from gradlane.training.node.group import Work
+from gradlane.training.node.group import NodeGroup, Work
 from gradlane.training.node.layout import NodeLayout
+from gradlane.training.node.link import LocalLink
 from gradlane.training.node.parts import TensorPart, cut_into_parts
 
 
-class ThreadMessenger:
+class ThreadMessenger(LocalLink):
     """Sends messages to the queues of the other ranks."""
 
     def __init__(self, layout: NodeLayout, queues: Sequence[CollectiveQueue]) -> None:
@@ -25,7 +26,14 @@ class ThreadMessenger:
         self._queues = queues
 
     def send(
-        self, peer: int, kind: int, part: int = 0, step: int = 0, *, absent: bool = False
+        self,
+        peer: int,
+        kind: int,
+        part: int = 0,
+        step: int = 0,
+        *,
+        absent: bool = False,
+        text: bytes = b"",
     ) -> None:
         self._queues[peer].on_message(kind, part, step, absent=absent)
 
@@ -62,7 +70,7 @@ class Rounds:
                 (own.add_ if kind == "sum" else values.copy_)(values if kind == "sum" else own)
 
 
-class ThreadGroup:
+class ThreadGroup(NodeGroup):
     """One rank's end of the rounds."""
 
     def __init__(self, rounds: Rounds, rank: int) -> None:
@@ -71,18 +79,18 @@ class ThreadGroup:
         self._issued = 0
         self.has_ended = False
 
-    def reduce(self, values: Tensor, leader: int) -> Work:
-        return self._issue("sum", values, leader)
+    def reduce(self, values: Tensor, root: int) -> Work:
+        return self._issue("sum", values, root)
 
-    def broadcast(self, values: Tensor, leader: int) -> Work:
-        return self._issue("spread", values, leader)
+    def broadcast(self, values: Tensor, root: int) -> Work:
+        return self._issue("spread", values, root)
 
     def abort(self) -> None:
         self.has_ended = True
 
-    def _issue(self, kind: str, values: Tensor, leader: int) -> Work:
+    def _issue(self, kind: str, values: Tensor, root: int) -> Work:
         number, self._issued = self._issued, self._issued + 1
-        self._rounds.issue(self._rank, number, (kind, leader, values))
+        self._rounds.issue(self._rank, number, (kind, root, values))
         return RoundWork(self._rounds, number)
 
 

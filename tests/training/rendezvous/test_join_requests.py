@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -15,7 +16,6 @@ from gradlane.training.rendezvous.join_requests import (
     JOINED,
     JoinRequest,
     JoinRequests,
-    TakenPrecopy,
     join_keys,
 )
 from gradlane.training.rendezvous.membership import Membership
@@ -39,7 +39,7 @@ def test_requests_that_are_settled_are_not_called(monkeypatch: pytest.MonkeyPatc
     request = JoinRequest(store)
     ends: list[str] = []
 
-    def fail(plan: bytes) -> TakenPrecopy:
+    def fail(plan: bytes) -> Callable[[], bool]:
         raise AssertionError(plan)
 
     def wait() -> None:

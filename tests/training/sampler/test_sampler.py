@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gradlane.errors import GradlaneError, RanksDifferError, SessionFailedError, UsageError
+from gradlane.training.rendezvous.membership import MembershipChange
 from gradlane.training.sampler.agreement import AgreementRow
-from gradlane.training.sampler.membership import SamplerChange
 from gradlane.training.sampler.sampler import ElasticSampler
-from tests.training.sampler.world import AheadLoader, Change, World
+from tests.training.sampler.world import AheadLoader, World, change
 
 
 class Session:
@@ -28,10 +28,10 @@ class Session:
         self.rank = rank
         self.world_size = world_size
         self.step = 0
-        self.callback: Callable[[SamplerChange], object] = lambda change: None
+        self.callback: Callable[[MembershipChange], object] = lambda change: None
         self.tell: Callable[[AgreementRow], list[AgreementRow]] = lambda row: [row] * world_size
 
-    def on_membership(self, callback: Callable[[SamplerChange], object]) -> object:
+    def on_membership(self, callback: Callable[[MembershipChange], object]) -> object:
         self.callback = callback
         return None
 
@@ -299,11 +299,11 @@ def test_a_rank_that_joins_with_other_settings_is_refused_there_alone() -> None:
         return [row, changed(row, settings=(21, 4, 0, 1, 0), is_member=0, description="")]
 
     member.tell = tell
-    member.callback(Change(1, 0, (0, 7), (7,)))
+    member.callback(change(1, 0, (0, 7), (7,)))
     assert len(stays) == 3
     joins.tell = lambda row: [told[0], row]
     with pytest.raises(RanksDifferError, match="which joins, differ in their number of samples"):
-        joins.callback(Change(1, 1, (0, 7), (7,)))
+        joins.callback(change(1, 1, (0, 7), (7,)))
     assert repr(refused) == "<ElasticSampler of 21 samples, batch_size=4, epoch 0, rank 1 of 2>"
 
 
@@ -311,4 +311,4 @@ def test_ranks_that_join_cannot_go_on_alone() -> None:
     session = Session()
     made(session=session)
     with pytest.raises(SessionFailedError, match="no rank that is left knows"):
-        session.callback(Change(1, 0, (7,), (7,)))
+        session.callback(change(1, 0, (7,), (7,)))

@@ -11,18 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from gradlane.training.sampler.membership import SamplerChange
+from gradlane.training.rendezvous.membership import MembershipChange
 from gradlane.training.sampler.sampler import ElasticSampler
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change as one rank hears of it."""
-
-    step: int
-    rank: int
-    members: tuple[int, ...]
-    joined: tuple[int, ...]
+def change(
+    step: int, rank: int, members: tuple[int, ...], joined: tuple[int, ...]
+) -> MembershipChange:
+    """Return a change as one rank hears of it."""
+    return MembershipChange(1, rank, len(members), members, (), joined, step, "")
 
 
 @dataclass
@@ -46,7 +43,7 @@ class Session:
         self._world = world
         self.name = name
         self.rank = rank
-        self.callback: Callable[[SamplerChange], object] = lambda change: None
+        self.callback: Callable[[MembershipChange], object] = lambda change: None
         self.told: list[int] = []
         self.gathers = 0
         self.waits_for: Pending | None = None
@@ -59,14 +56,14 @@ class Session:
     def step(self) -> int:
         return self._world.step
 
-    def on_membership(self, callback: Callable[[SamplerChange], object]) -> object:
+    def on_membership(self, callback: Callable[[MembershipChange], object]) -> object:
         self.callback = callback
         return None
 
     def hear(self, pending: Pending) -> None:
         self.waits_for = pending
         self.rank = pending.members.index(self.name)
-        self.callback(Change(pending.step, self.rank, pending.members, pending.joined))
+        self.callback(change(pending.step, self.rank, pending.members, pending.joined))
 
     def gather_integers(self, values: list[int]) -> list[list[int]]:
         if self.waits_for is None:

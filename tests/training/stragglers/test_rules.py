@@ -133,7 +133,8 @@ class _Model:
 
 
 def test_batches_of_passed_steps_are_left_out() -> None:
-    model, passed = _Model({2, 3, 6}), []
+    model: Any = _Model({2, 3, 6})
+    passed: list[int] = []
     batches = at_pace(range(1, 8), lambda: model, lambda: passed.append(model.step))
     assert list(batches) == [1, 4, 5, 7]
     assert passed == [2, 3, 6]
@@ -162,7 +163,7 @@ def _left_out(*, goes_on: bool, meets: bool = False) -> OthersSteps:
     contributors = mock.Mock(spec=Contributors)
     contributors.lack_this_rank.return_value = True
     contributors.are_past.return_value = goes_on
-    exchange.take.side_effect = _WaitedError
+    exchange.take_arrived.side_effect = _WaitedError
     consistency = mock.Mock(join=None)
     consistency.compares_after.return_value = meets
     in_order = StageList([])
@@ -197,7 +198,7 @@ def test_a_step_that_all_begin_together_is_not_passed() -> None:
 
 
 def test_who_reads_averages_passes_nothing_and_is_told() -> None:
-    model = _Model({1, 2})
+    model: Any = _Model({1, 2})
     model.reads_averages = True
     with pytest.warns(UserWarning, match="clipping"):
         assert list(at_pace(range(3), lambda: model, None)) == [0, 1, 2]

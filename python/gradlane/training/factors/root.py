@@ -11,16 +11,8 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from gradlane.training.core import CoreModule, RankChannel
-
-
-class RootAggregator(Protocol):
-    """Makes a mean of all ranks' blocks and hands it over."""
-
-    def answer(self, index: int, step: int) -> None:
-        """Answer for a tensor in a step; may raise."""
 
 
 class RootThread:
@@ -30,7 +22,7 @@ class RootThread:
         self,
         core: CoreModule,
         channel: RankChannel,
-        maker: RootAggregator,
+        answer: Callable[[int, int], None],
         describe: Callable[[int, int], str],
     ) -> None:
         """Start to answer.
@@ -38,12 +30,13 @@ class RootThread:
         Args:
             core: where the channel's errors come from.
             channel: it asks.
-            maker: it answers.
+            answer: makes a mean of all ranks' blocks and hands it over, for a tensor in a step;
+                may raise.
             describe: what goes on, for messages, when tensor and step are being answered for.
         """
         self._core = core
         self._channel = channel
-        self._maker = maker
+        self._make_answer = answer
         self._describe = describe
         thread = threading.Thread(target=self._run, name="gradlane-answers", daemon=True)
         thread.start()
@@ -62,7 +55,7 @@ class RootThread:
 
     def _answer(self, index: int, step: int) -> None:
         try:
-            self._maker.answer(index, step)
+            self._make_answer(index, step)
         except self._core.ChannelError:
             raise
         except Exception as error:

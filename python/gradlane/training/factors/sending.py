@@ -77,7 +77,7 @@ class FactorExchange:
                 name = factored[index].entry.name
                 return f"rebuilding {name!r} in step {training_step_of(step)}"
 
-            self._answering = RootThread(core, self._at_root, self, describe)
+            self._answering = RootThread(core, self._at_root, self._answer, describe)
 
     @property
     def _at_root(self) -> RankChannel:
@@ -155,7 +155,7 @@ class FactorExchange:
         finally:
             blocks.release()
 
-    def answer(self, index: int, step: int) -> None:
+    def _answer(self, index: int, step: int) -> None:
         """Make the mean of a tensor of which all blocks are here, and send it to all ranks.
 
         Called on a thread of its own, which alone uses the tensor meanwhile.

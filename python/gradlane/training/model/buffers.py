@@ -111,7 +111,7 @@ class _Slot:
             )
         return buffer
 
-    def note(self) -> None:
+    def note_agreed(self) -> None:
         """Note the buffer as the value that all ranks have agreed on."""
         self._seen = self.held()
         self._seen_version = _version_of(self._seen)
@@ -402,7 +402,7 @@ class BufferPack:
         self._changed.clear()
         self._unexamined.update(self._slots_of)
         for slot in self._copied:
-            slot.note()
+            slot.note_agreed()
 
     def _is_unchanged(self) -> bool:
         """Return whether the first rank has nothing new; an accelerator is not waited for."""

@@ -92,7 +92,7 @@ class ClippingCalls:
             if phases.phase is Phase.LOCAL:
                 self._intake.average_local()
             phases.running_backwards.clear()
-            self._clipping.note(max_norm, norm_type)
+            self._clipping.note_clipped(max_norm, norm_type)
             wait = None
             if norm_type == 2.0 and self._update.may_change_arriving():
                 wait = self._arriving_norm()
@@ -123,7 +123,7 @@ class ClippingCalls:
     def _clip_now(self, max_norm: float, norm_type: float) -> StepClipping:
         """Clip the gradients in `.grad`, after all means are there."""
         self._update.attach()
-        self._update.settle()
+        self._update.wait_for_all()
         found = [raw_grad(entry.tensor) for entry in self._trained]
         gradients = [gradient for gradient in found if gradient is not None]
         if norm_type == 2.0:

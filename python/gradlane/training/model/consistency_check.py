@@ -309,7 +309,7 @@ class ConsistencyCheck(StepStage):
             self._membership.note_request(request, step)
         shadows = [rank for rank, status in statuses.items() if status.shadow]
         if self.join is not None:
-            self.join.note(statuses)
+            self.join.use_statuses(statuses)
         elif shadows:
             self._failure.fail_and_raise(
                 SessionFailedError(

@@ -293,7 +293,7 @@ class DeferredUpdate:
             for index in self._place:
                 gradient = raw_grad(self._parameters[index])
                 if gradient is not None:
-                    self._log.note(index, gradient)
+                    self._log.note_gradient(index, gradient)
         self._step_with(groups)
         if self._log is not None:
             self._log.end()
@@ -374,7 +374,7 @@ class DeferredUpdate:
             return
         if self._log is not None:
             for _, index, _, mean in rows:
-                self._log.note(index, mean)
+                self._log.note_gradient(index, mean)
         # Nothing of these is exchanged, but the optimizer keeps state of them, too.
         empty, self._empty_due = self._empty_due, []
         rows += [(place, -1, parameter, torch.empty_like(parameter)) for place, parameter in empty]

@@ -88,7 +88,7 @@ class Evaluations:
                 "still to come; call it after backward()"
             )
         self._failure.raise_failure()
-        self._update.settle()
+        self._update.wait_for_all()
         self._check_unchanged()
         broken: list[BaseException] = []
         may_have_updated = phases.phase is not Phase.IDLE

@@ -30,6 +30,7 @@ from gradlane.training.model.several_optimizers import members_of
 from gradlane.training.model.step_listeners import StepListeners
 from gradlane.training.model.training_steps import TrainingSteps
 from gradlane.training.model.validation import refuse_assignment, refuse_wrapping
+from gradlane.training.model.waiting_classes import waiting_classes
 from gradlane.training.modules.compiled import (
     StaleFlag,
     compile_disabled,
@@ -199,7 +200,7 @@ class HookManager:
     def install(self, steps: TrainingSteps) -> None:
         """Install all hooks."""
         refuse_wrapping()
-        steps.lazy.install(steps.gate)
+        steps.lazy.install(functools.partial(waiting_classes, gate=steps.gate))
         buffers_index = steps.exchange.layout.buffers_index
         self._used_by = {one: self._indices_used(one, buffers_index) for one in self._modules}
         bytes_of = [entry.tensor.nbytes for entry in self._trained]
@@ -257,7 +258,7 @@ class HookManager:
         if not self._had_model_zero_grad:
             self._model.__dict__["zero_grad"] = types.MethodType(zero_grad, self._model)
 
-    def follow(self, handle: Any) -> None:
+    def remove_with(self, handle: Any) -> None:
         """Remove another handle together with the hooks."""
         self._handles.append(handle)
 

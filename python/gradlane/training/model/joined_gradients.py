@@ -175,7 +175,7 @@ class JoinedGradients:
         self._absent.clear()
         self._under_way = len(self._groups)
 
-    def note(self, index: int) -> bool:
+    def note_present(self, index: int) -> bool:
         """Note a gradient in `.grad`, or none; returns whether its group is whole."""
         group = self.group_of[index]
         missing = self._missing[group] = self._missing[group] - 1
@@ -184,7 +184,7 @@ class JoinedGradients:
     def note_absent(self, index: int) -> bool:
         """Note that a gradient is missing in this step; returns whether its group is whole."""
         self._absent.add(index)
-        return self.note(index)
+        return self.note_present(index)
 
     def forget(self) -> None:
         """Count all gradients of groups that are not whole as missing; they stay in `.grad`."""
@@ -267,7 +267,7 @@ class JoinedGradients:
         """Return the tensors of a group, by the channel's number."""
         return self._groups[number - self._first].members
 
-    def take(
+    def take_means(
         self, numbers: Sequence[int], wait: Callable[[int], None], *, lends: bool
     ) -> list[tuple[int, Tensor]]:
         """Return the means of groups that have arrived, and that some rank had gradients of.

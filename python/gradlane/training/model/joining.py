@@ -36,6 +36,8 @@ from gradlane.training.model.broadcast_state import (
 from gradlane.training.model.channel_setup import Connected, connect
 from gradlane.training.model.precopy import (
     DONORS_MAX,
+    PrecopySource,
+    PrecopyTarget,
     digest_of,
     donors_of,
     pair_context,
@@ -44,7 +46,6 @@ from gradlane.training.model.precopy import (
 )
 from gradlane.training.model.verification import ModelSpec
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.join_requests import Precopy
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 _KEY = "first step"
@@ -112,7 +113,7 @@ def connect_to_join(
     buffers: str,
     attributes: dict[str, Any],
     checked: ModelSpec | None = None,
-    precopy: Precopy | None = None,
+    precopy: PrecopySource | PrecopyTarget | None = None,
 ) -> Connected:
     """Connect all ranks of a world, and give the one that joins the others' state.
 
@@ -146,7 +147,7 @@ def _hand_over(
     connected: Connected,
     optimizer: Optimizer,
     attributes: dict[str, Any],
-    precopy: Precopy | None,
+    precopy: PrecopySource | PrecopyTarget | None,
 ) -> None:
     """Give the rank that joins what it lacks of parameters, buffers and optimizer's state."""
     rank, last = world.ctx.rank_info.rank, world.ctx.rank_info.world_size - 1
@@ -245,7 +246,7 @@ class FirstStepState:
                 "the rank that joins gets no hyper-parameters and shared objects: %s", error
             )
 
-    def take(self) -> None:
+    def take_over(self) -> None:
         """Wait until a member has handed it over, and take it over.
 
         Raises:

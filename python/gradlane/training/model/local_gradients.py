@@ -21,8 +21,8 @@ class LocalGradients:
         self._trained = trained
         self._accumulated: dict[int, tuple[int, int]] = {}
 
-    def note(self, index: int, gradient: Tensor) -> None:
-        """Note a gradient as backward leaves it."""
+    def keep(self, index: int, gradient: Tensor) -> None:
+        """Keep a gradient as backward leaves it."""
         self._accumulated[index] = (id(gradient), version_of(gradient))
 
     def clear(self) -> None:

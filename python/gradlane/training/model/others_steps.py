@@ -55,7 +55,7 @@ class OthersSteps:
             UsageError: this rank's own step has not ended.
         """
         phases = self._phases
-        self._update.settle()
+        self._update.wait_for_all()
         if phases.phase in (Phase.BACKWARD, Phase.ATTACHED):
             raise UsageError(
                 f"the end of session.join() inside step {self._exchange.training_step}: call "
@@ -107,7 +107,7 @@ class OthersSteps:
         if self._consistency.compares_after(step):
             # The others wait for this rank there, and begin the step together with it.
             return False
-        self._update.settle()
+        self._update.wait_for_all()
         with phases.lock:
             for stage in self._stages.on[StepStage.before_step]:
                 stage.before_step(step + 1)
@@ -128,7 +128,7 @@ class OthersSteps:
 
     def _step_whole(self) -> None:
         trained = self._exchange.layout.trained
-        for index, gradient in self._exchange.take(None).gradients:
+        for index, gradient in self._exchange.take_arrived(None).gradients:
             set_raw_grad(trained[index].tensor, gradient)
         self._update.guarded(lambda: self._updates.step_whole(0))
         for entry in trained:

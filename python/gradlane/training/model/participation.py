@@ -27,8 +27,8 @@ class Participation:
         self.over = False
         """Whether no rank has data."""
 
-    def note(self, statuses: Statuses) -> None:
-        """See the statuses of the next step."""
+    def use_statuses(self, statuses: Statuses) -> None:
+        """Learn from the statuses of the next step who takes part."""
         there = [rank for rank, status in statuses.items() if not status.shadow]
         if not there:
             self.over = True

@@ -332,7 +332,7 @@ class PrecopySource:
         is_last = False
         while not is_last:
             scope = self._scope = pair.meet()
-            steps, is_last = self.log.take(self._look)
+            steps, is_last = self.log.wait_for_steps(self._look)
             if self.log.is_full:
                 raise UsageError(
                     f"rank {self._donor} had no room left for the gradients of its updates: they "
@@ -504,7 +504,7 @@ class PrecopyTarget:
                         return count
                     self._changed.wait(_POLL_S)
                 parts = [arrived.pop(0) for arrived in self._arrived]
-            repeated.run(parts)
+            repeated.repeat(parts)
             count += 1
 
 
@@ -528,7 +528,7 @@ class RepeatedUpdates:
             is_known=True,
         )
 
-    def run(self, parts: Sequence[LoggedStep]) -> None:
+    def repeat(self, parts: Sequence[LoggedStep]) -> None:
         """Repeat the update of one step.
 
         Args:

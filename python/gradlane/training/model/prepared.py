@@ -67,7 +67,6 @@ from gradlane.training.options.codec_choice import local_limit
 from gradlane.training.options.momentum import adding_up, check_momentum
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.join_requests import Precopy
 from gradlane.training.rendezvous.parameter_check import ParameterCheck
 from gradlane.training.rendezvous.rendezvous import PublishedAddress, RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry
@@ -181,9 +180,9 @@ class PreparedModel:
         self._updates = self._make_server_updates()
         self.steps = self._make_steps()
         self._hook_manager.install(self.steps)
-        self._hook_manager.follow(FactorHooks(self._layout.captured, self.steps.factors))
+        self._hook_manager.remove_with(FactorHooks(self._layout.captured, self.steps.factors))
         if pack is not None:
-            self._hook_manager.follow(BufferWatch(pack, self.steps.gate.before_buffers))
+            self._hook_manager.remove_with(BufferWatch(pack, self.steps.gate.before_buffers))
         if connected.recording is not None:
             connected.recording.watch(model, self.steps.stages.in_order.counters)
         self._watch = ctx.observer.watch(
@@ -210,7 +209,7 @@ class PreparedModel:
             layout=self._layout,
             choices=self.codecs,
             updates_on_servers=self._served is not None,
-            settle=self.steps.update.settle,
+            settle=self.steps.update.wait_for_all,
             spend_step=self.steps.update.spend_step,
             translating=self._translating,
             settle_late=self._settle_late,
@@ -333,7 +332,7 @@ class PreparedModel:
             GradlaneError: the session has failed.
         """
         self._failure.raise_failure()
-        self.steps.update.settle()
+        self.steps.update.wait_for_all()
         if self._barrier is not None and self.in_step:
             raise UsageError(
                 f"session.synchronize() in the middle of step {self.steps.step}: with "
@@ -375,7 +374,7 @@ class PreparedModel:
             GradlaneError: a rank was lost, or cannot connect.
         """
         self._failure.raise_failure()
-        self.steps.update.settle()
+        self.steps.update.wait_for_all()
         self.bring_state_home()
         residuals = self.residuals.state_dict()
         self.close(timeout_s)
@@ -412,7 +411,7 @@ class PreparedModel:
         if self._served.converted is None:
             self._server.bring_home()
 
-    def connect_beside(self, world: JoinedWorld, precopy: Precopy | None) -> Connected:
+    def connect_beside(self, world: JoinedWorld, precopy: PrecopySource | None) -> Connected:
         """Connect the model in the world that a rank joins, and stay connected to those of this.
 
         A collective call of the ranks of both worlds between two steps.
@@ -426,7 +425,7 @@ class PreparedModel:
             ValueError: the model or the optimizer cannot take part.
             GradlaneError: the ranks differ, or cannot reach each other.
         """
-        self.steps.update.settle()
+        self.steps.update.wait_for_all()
         self.check_between_steps()
         self._check_unchanged()
         spec = self._connected.spec
@@ -455,7 +454,7 @@ class PreparedModel:
             plan: who gives; this rank does.
             look: raises when the session has failed.
         """
-        self.steps.update.settle()
+        self.steps.update.wait_for_all()
         entries = with_current_buffers(self._entries, self.model)
         # One rank's words are enough; the others' tensors have the same form.
         tells = self._ctx.membership.rank == 0
@@ -497,7 +496,7 @@ class PreparedModel:
 
     def broadcast_state(self, source: int) -> None:
         """Give every rank the parameters, optimizer state and buffers of one; a collective call."""
-        self.steps.update.settle()
+        self.steps.update.wait_for_all()
         try:
             entries = with_current_buffers(self._entries, self.model)
             broadcast_state(
@@ -778,7 +777,9 @@ class PreparedModel:
             parameters=self._served,
             spend_step=self.steps.update.spend_step,
             translating=self._translating,
-            asynchronous=AsyncContext(barrier, self.steps.update.settle, self.steps.exchange.pushes)
+            asynchronous=AsyncContext(
+                barrier, self.steps.update.wait_for_all, self.steps.exchange.pushes
+            )
             if barrier is not None
             else None,
         )

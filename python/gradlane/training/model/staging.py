@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,52 +24,16 @@ CLOSE_TIMEOUT_S = 10.0
 """How long closing waits for the copy that is being waited for."""
 
 
-class CopyEvent(Protocol):
-    """The end of a copy."""
-
-    def synchronize(self) -> None:
-        """Wait until the copy has been made."""
-
-
-EventT = TypeVar("EventT", bound=CopyEvent)
-
-
-class DeviceCopies(Protocol[EventT]):
-    """DeviceCopies between devices and the host, each in the order of its device's own work."""
-
-    def are_for(self, device: torch.device) -> bool:
-        """Whether tensors on this device have to be copied."""
-
-    def host_memory(self, entry: TensorEntry) -> Tensor:
-        """Return memory of the host with the layout of an entry's gradients."""
-
-    def to_host(self, host: Tensor, gradient: Tensor, after: EventT | None) -> EventT:
-        """Start a copy of the gradient as the device computes it, and return at once.
-
-        Args:
-            host: is written, but not before `after`.
-            gradient: stays as it is until the copy has been made.
-            after: the last copy from `host`.
-        """
-
-    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> EventT:
-        """Queue copies before all work that a device is given from now on.
-
-        Args:
-            pairs: tensors on one device, and memory of the host for each; one or more.
-        """
-
-
 @dataclass
-class _Copy(Generic[EventT]):
+class _Copy:
     """A copy to the host that is under way."""
 
-    copied: EventT
+    copied: torch.cuda.Event
     index: int
     step: int
 
 
-class StagedCarrier(Generic[EventT]):
+class StagedCarrier:
     """Carries gradients of tensors on devices; tensors in plain memory go directly."""
 
     def __init__(
@@ -78,7 +41,7 @@ class StagedCarrier(Generic[EventT]):
         channel: Channel,
         trained: Mapping[int, TensorEntry],
         report: Callable[[Exception], None],
-        copies: DeviceCopies[EventT],
+        copies: CudaCopies,
         *,
         zeroes: bool = False,
     ) -> None:
@@ -98,8 +61,8 @@ class StagedCarrier(Generic[EventT]):
         self._zeroes = zeroes
         self._direct = DirectCarrier(channel, trained, zeroes=zeroes)
         self._hosts: dict[int, Tensor] = {}
-        self._returned: dict[int, EventT] = {}
-        self._under_way: deque[_Copy[EventT]] = deque()
+        self._returned: dict[int, torch.cuda.Event] = {}
+        self._under_way: deque[_Copy] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(

@@ -91,7 +91,7 @@ class StepNorm:
                 if mean is not None:
                     add_squares(self._squares, mean)
 
-    def take(self, index: int) -> Tensor | None:
+    def take_mean(self, index: int) -> Tensor | None:
         """Return the mean of blocks that are here, once, or None if no rank has any."""
         self.add_blocks([index])
         return self._rebuilt.pop(index)

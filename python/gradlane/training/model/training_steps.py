@@ -127,6 +127,6 @@ class TrainingSteps:
         self, numbers: NumberExchange, generation: int, size: int, part: bytes
     ) -> dict[int, RankNumbers]:
         """Exchange bytes with all ranks, once the last step's update is done."""
-        self.update.settle()
+        self.update.wait_for_all()
         with self.phases.lock:
             return numbers.exchange(generation, size, part)

@@ -107,7 +107,7 @@ class Join:
             # One model can be waited for; among several, the ones that the others are at.
             ready = trained if len(trained) == 1 else [it for it in trained if it[0].has_statuses()]
             if not ready:
-                pause.take()
+                pause.sleep_longer()
                 continue
             pause.reset()
             for model in list(ready):
@@ -126,7 +126,7 @@ class _Backoff:
         self._sleep = sleep
         self._length_s = _FIRST_PAUSE_S
 
-    def take(self) -> None:
+    def sleep_longer(self) -> None:
         self._sleep(self._length_s)
         self._length_s = min(2 * self._length_s, _LONGEST_PAUSE_S)
 

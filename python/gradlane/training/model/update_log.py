@@ -55,7 +55,7 @@ class UpdateLog:
         """Note the hyper-parameters of the next update."""
         self._groups = groups
 
-    def note(self, index: int, gradient: Tensor) -> None:
+    def note_gradient(self, index: int, gradient: Tensor) -> None:
         """Note a gradient that the update is about to use."""
         if index in self._indices and not self._is_closed:
             try:
@@ -91,7 +91,7 @@ class UpdateLog:
             self._is_closed = True
             self._steps = []
 
-    def take(self, look: Callable[[], object]) -> tuple[list[LoggedStep], bool]:
+    def wait_for_steps(self, look: Callable[[], object]) -> tuple[list[LoggedStep], bool]:
         """Wait for an update that is done, or the end; return all that are there.
 
         Args:

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from gradlane.formats.live_state import (
     STATE_FORMAT,
@@ -49,26 +48,21 @@ _STALL_STEPS = 10
 LayerKey = tuple[int, str]
 
 
-class LiveSource(Protocol):
-    """The observation of a session, as far as its live state is made of it."""
+@dataclass(frozen=True)
+class LiveNumbers:
+    """What a session knows of itself now, as far as its live state is made of it."""
 
-    def metrics(self) -> Metrics:
-        """Return all metrics."""
-
-    def main_timer(self) -> StepTimer:
-        """Return the step times of the model with the most steps."""
-
-    def last_step_begin_ns(self) -> int | None:
-        """Return when the last step of any model began, on the timers' clock."""
-
-    def wait_now(self) -> WaitNow | None:
-        """Return the wait that the program is in, or None."""
-
-    def codec_choices(self) -> Mapping[LayerKey, CodecChoice]:
-        """Return the codec of each trained tensor, by model and name."""
-
-    def residual_norms(self) -> Mapping[LayerKey, float]:
-        """Return the norms of residuals that are known, by model and tensor."""
+    metrics: Metrics
+    timer: StepTimer
+    """Step times of the model with the most steps."""
+    last_step_begin_ns: int | None
+    """When the last step of any model began, on the timers' clock."""
+    wait: WaitNow | None
+    """The wait that the program is in."""
+    codecs: Mapping[LayerKey, CodecChoice]
+    """Codec of each trained tensor, by model and name."""
+    residual_norms: Mapping[LayerKey, float]
+    """Norms of residuals that are known, by model and tensor."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ class LiveView:
 
     def __init__(
         self,
-        source: LiveSource,
+        read: Callable[[], LiveNumbers],
         options: Options,
         rank_info: RankInfo,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
@@ -100,12 +94,12 @@ class LiveView:
         """Start with the session; records of the logger are events until `end`.
 
         Args:
-            source: has the numbers.
+            read: returns the numbers of now.
             options: the session's.
             rank_info: this rank.
             clock_ns: the clock of the step timers.
         """
-        self._source = source
+        self._read = read
         self._options = options
         self._rank_info = rank_info
         self._clock_ns = clock_ns
@@ -143,16 +137,15 @@ class LiveView:
 
     def state(self) -> LiveState:
         """Return the state of now; called by one thread, at most once a second."""
-        metrics = self._source.metrics()
+        numbers = self._read()
+        metrics, timer, norms = numbers.metrics, numbers.timer, numbers.residual_norms
         self._note_refusals(metrics)
         now = self._sample(metrics)
         before = self._before(now)
-        timer = self._source.main_timer()
-        begin_ns = self._source.last_step_begin_ns()
+        begin_ns = numbers.last_step_begin_ns
         quiet_s = now.at_s if begin_ns is None else (self._clock_ns() - begin_ns) / 1e9
         limit_s = max(_STALL_MIN_S, _STALL_STEPS * metrics["steps"]["median_s"])
         layers = _layer_rows(metrics, before, now)
-        norms = self._source.residual_norms()
         residuals: list[ResidualRow] = [
             {"model": model, "name": _shown(name), "norm": norm}
             for (model, name), norm in sorted(norms.items(), key=lambda one: -one[1])
@@ -175,7 +168,7 @@ class LiveView:
             "step": metrics["step"],
             "quiet_s": quiet_s,
             "is_stalled": not self._ending and quiet_s > limit_s,
-            "wait": self._source.wait_now(),
+            "wait": numbers.wait,
             "steps": metrics["steps"],
             "window": _window(before, now),
             "recent": timer.recent_rows(self._start_ns),
@@ -183,7 +176,7 @@ class LiveView:
             "layers": layers[:ROWS_MAX],
             "layer_count": len(layers),
             "ranks": self._rank_rows(metrics, before, now),
-            "codecs": _codec_rows(self._source.codec_choices(), norms),
+            "codecs": _codec_rows(numbers.codecs, norms),
             "codec_ratio": metrics["codec_ratio"],
             "raw_bytes": metrics["raw_bytes"],
             "encoded_bytes": metrics["encoded_bytes"],

@@ -22,7 +22,7 @@ from gradlane.training.core import Channel
 from gradlane.training.log import log
 from gradlane.training.monitoring.dashboard import serve_dashboard, url_of
 from gradlane.training.monitoring.endpoint import Endpoint, wanted_address
-from gradlane.training.monitoring.live import LiveView
+from gradlane.training.monitoring.live import LiveNumbers, LiveView
 from gradlane.training.monitoring.metrics import (
     Metrics,
     Reading,
@@ -256,25 +256,25 @@ class Observer:
             raise SessionClosedError(
                 "the session was left behind in the parent of this forked child"
             )
-        steps = self.main_timer().times()
+        steps = self._main_timer().times()
         rank_info = self._rank_info
         readings = [watch.reading() for watch in list(self._watches)]
         rank, world_size = rank_info.rank, rank_info.world_size
-        facts = [choice.facts for choice in self.codec_choices().values()]
+        facts = [choice.facts for choice in self._codec_choices().values()]
         residuals = sum(one is not None and one.residual_width > 0 for one in facts)
         return metrics_of(rank, world_size, steps, readings, self._membership, residuals)
 
-    def main_timer(self) -> StepTimer:
+    def _main_timer(self) -> StepTimer:
         """Return the step times of the model with the most steps."""
         timers = [watch.step_timer for watch in list(self._watches)]
         return max(timers, key=lambda timer: timer.count, default=StepTimer())
 
-    def last_step_begin_ns(self) -> int | None:
+    def _last_step_begin_ns(self) -> int | None:
         """Return when the last step of any model began, on the timers' clock."""
         begins = [watch.step_timer.last_begin_ns for watch in list(self._watches)]
         return max((begin for begin in begins if begin is not None), default=None)
 
-    def wait_now(self) -> WaitNow | None:
+    def _wait_now(self) -> WaitNow | None:
         """Return the wait that the program is in, or None."""
         wait = self._current_wait()
         watch = next((one for one in list(self._watches) if wait and one.name == wait.model), None)
@@ -286,7 +286,7 @@ class Observer:
         tensors = [escaped(name) for name in names]
         return {"step": step, "tensors": tensors, "tensor_count": len(needed)}
 
-    def codec_choices(self) -> Mapping[tuple[int, str], CodecChoice]:
+    def _codec_choices(self) -> Mapping[tuple[int, str], CodecChoice]:
         """Return the codec of each trained tensor, by model and name."""
         return {
             (watch.number, choice.tensor): choice
@@ -294,7 +294,7 @@ class Observer:
             for choice in watch.codecs
         }
 
-    def residual_norms(self) -> Mapping[tuple[int, str], float]:
+    def _residual_norms(self) -> Mapping[tuple[int, str], float]:
         """Return the norms of residuals that are known, by model and tensor."""
         return {
             (watch.number, tensor): norm
@@ -302,6 +302,16 @@ class Observer:
             if watch.residuals is not None
             for tensor, norm in watch.residuals.read().items()
         }
+
+    def _live_numbers(self) -> LiveNumbers:
+        return LiveNumbers(
+            self.metrics(),
+            self._main_timer(),
+            self._last_step_begin_ns(),
+            self._wait_now(),
+            self._codec_choices(),
+            self._residual_norms(),
+        )
 
     def log_to(self, writer: ScalarWriter | ScalarFunction, every: int) -> None:
         """Write scalars after every so many training steps of the first model.
@@ -321,7 +331,7 @@ class Observer:
         self._endpoint = serve(host, port, self.metrics, self._residual_norm)
 
     def _residual_norm(self) -> float | None:
-        norms = self.residual_norms().values()
+        norms = self._residual_norms().values()
         return math.hypot(*norms) if norms else None
 
     @property
@@ -335,7 +345,7 @@ class Observer:
         Raises:
             ValueError: the address cannot be listened on.
         """
-        view = LiveView(self, options, self._rank_info)
+        view = LiveView(self._live_numbers, options, self._rank_info)
         try:
             self._dashboard = serve_dashboard(host, port, view, self._rank_info.rank)
         except ValueError:

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gradlane.formats.timeline.spans import Span, Timeline
 from gradlane.training.core import CoreRow
@@ -48,35 +48,36 @@ class Mark:
     """What gradients of an update were multiplied by, where some are clipped."""
 
 
-class SpanSource(Protocol):
-    """The recording of one model."""
+@dataclass(frozen=True)
+class ModelRecord:
+    """All that was recorded of one model."""
 
     names: Sequence[str]
     """Names of tensors by their number."""
     members: Mapping[int, Sequence[str]]
     """Names of the gradients that travel together, by their group's number."""
+    marks: Sequence[Mark]
+    """The program's."""
+    rows: Sequence[CoreRow]
+    """The core's."""
+    dropped: int
+    """Number of marks and rows that were not kept."""
 
-    def take_spans(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
-        """Return and clear the program's marks, the core's rows, and the number of dropped rows."""
 
-
-def recorded_timeline(
-    rank: int, recordings: Iterable[SpanSource], facts: dict[str, Any]
-) -> Timeline:
+def recorded_timeline(rank: int, records: Iterable[ModelRecord], facts: dict[str, Any]) -> Timeline:
     """Return the timeline of one rank.
 
     Args:
         rank: the rank.
-        recordings: one for each model.
+        records: one for each model.
         facts: for the file.
     """
     spans: list[Span] = []
     dropped = 0
-    for recording in recordings:
-        marks, rows, missing = recording.take_spans()
-        dropped += missing
-        spans += _program_spans(rank, marks, recording)
-        spans += _engine_spans(rank, rows, recording)
+    for record in records:
+        dropped += record.dropped
+        spans += _program_spans(rank, record)
+        spans += _engine_spans(rank, record)
     notes = list(NOTES)
     if dropped:
         notes.append(f"rank {rank}: {dropped} spans at the beginning were not kept")
@@ -104,17 +105,17 @@ def host_boot_id() -> str:
         return platform.node()
 
 
-def _program_spans(rank: int, marks: Sequence[Mark], source: SpanSource) -> Iterator[Span]:
+def _program_spans(rank: int, record: ModelRecord) -> Iterator[Span]:
     """Yield the program's spans; waits and updates interrupt forward and backward."""
     breaks = sorted(
-        (mark.begin_ns, mark.end_ns) for mark in marks if mark.lane in ("wait", "update")
+        (mark.begin_ns, mark.end_ns) for mark in record.marks if mark.lane in ("wait", "update")
     )
-    for mark in marks:
+    for mark in record.marks:
         arguments: dict[str, Any] = {"step": mark.step}
         name = f"step {mark.step}"
         if mark.tensors:
-            name = arguments["tensor"] = source.names[mark.tensors[0]]
-            arguments |= _several(source, mark.tensors)
+            name = arguments["tensor"] = record.names[mark.tensors[0]]
+            arguments |= _several(record, mark.tensors)
         if mark.clip_factor is not None:
             arguments["clip_factor"] = mark.clip_factor
         pieces = [(mark.begin_ns, mark.end_ns)]
@@ -124,9 +125,9 @@ def _program_spans(rank: int, marks: Sequence[Mark], source: SpanSource) -> Iter
             yield Span(rank, mark.lane, name, begin_ns, end_ns, arguments)
 
 
-def _several(source: SpanSource, tensors: Iterable[int]) -> dict[str, Any]:
+def _several(record: ModelRecord, tensors: Iterable[int]) -> dict[str, Any]:
     """Return the argument that names what a row is about; none where it is one tensor."""
-    named = (source.members.get(one, (source.names[one],)) for one in tensors)
+    named = (record.members.get(one, (record.names[one],)) for one in tensors)
     names = list(itertools.islice(itertools.chain.from_iterable(named), _NAMES_MAX))
     return {"tensors": names} if len(names) > 1 else {}
 
@@ -147,8 +148,8 @@ def _subtract_breaks(
         yield begin_ns, end_ns
 
 
-def _engine_spans(rank: int, rows: Sequence[CoreRow], source: SpanSource) -> Iterator[Span]:
-    for (begin_ns, end_ns), way, kind, peer, step, position, size_bytes, priority in rows:
+def _engine_spans(rank: int, record: ModelRecord) -> Iterator[Span]:
+    for (begin_ns, end_ns), way, kind, peer, step, position, size_bytes, priority in record.rows:
         tensor, slice_number, offset = position
         if kind == "heartbeat":
             continue
@@ -158,7 +159,7 @@ def _engine_spans(rank: int, rows: Sequence[CoreRow], source: SpanSource) -> Ite
         elif way == "tx":
             lane = _FRAME_LANES.get(kind, "control")
         about_slice = way == "work" or kind in _SLICED
-        name = source.names[tensor] if about_slice else kind
+        name = record.names[tensor] if about_slice else kind
         arguments = {
             "step": step,
             "tensor": name if about_slice else None,
@@ -171,5 +172,5 @@ def _engine_spans(rank: int, rows: Sequence[CoreRow], source: SpanSource) -> Ite
         if way != "work":
             arguments["offset"] = offset
         if about_slice:
-            arguments |= _several(source, (tensor,))
+            arguments |= _several(record, (tensor,))
         yield Span(rank, lane, name, begin_ns, end_ns, arguments)

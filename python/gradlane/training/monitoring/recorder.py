@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from gradlane.formats.timeline.chrome import write_chrome
-from gradlane.training.core import Channel, CoreRow, rank_channel
+from gradlane.training.core import Channel, rank_channel
 from gradlane.training.modules.compiled import is_tracing, register_pre_hook_first
 from gradlane.training.modules.forward_order import inside_backward
-from gradlane.training.monitoring.recorded import Mark, rank_path, recorded_timeline
+from gradlane.training.monitoring.recorded import Mark, ModelRecord, rank_path, recorded_timeline
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.torch_internals import queue_callback
@@ -70,7 +70,8 @@ class SessionRecorder:
     def write(self) -> None:
         """Write the file; an error is a warning, since the run itself is not affected."""
         try:
-            timeline = recorded_timeline(self._rank, self._recordings, self._facts)
+            records = [recording.read() for recording in self._recordings]
+            timeline = recorded_timeline(self._rank, records, self._facts)
             write_chrome(timeline, self._path)
         except OSError as error:
             warnings.warn(
@@ -160,10 +161,12 @@ class ModelRecording:
             self._dropped += 1
         self._marks.append(mark)
 
-    def take_spans(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
-        """Return the marks, the core's rows, and the number of dropped rows."""
+    def read(self) -> ModelRecord:
+        """Return all that was recorded; the core's rows are taken, and come once."""
         rows, dropped = self._core.take_timeline()
-        return list(self._marks), rows, self._dropped + dropped
+        return ModelRecord(
+            self.names, self.members, list(self._marks), rows, self._dropped + dropped
+        )
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         if module.training and torch.is_grad_enabled() and not inside_backward():

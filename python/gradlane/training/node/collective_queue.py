@@ -35,9 +35,8 @@ from gradlane.errors import RendezvousError
 from gradlane.formats.longer_waits import CONNECT
 from gradlane.training.node.device_order import CollectiveCancelledError, order_on
 from gradlane.training.node.failure import Failure
-from gradlane.training.node.group import Group
-from gradlane.training.node.layout import NodeLayout
-from gradlane.training.node.link import BROADCAST, MEAN, READY, SUM
+from gradlane.training.node.group import NodeGroup
+from gradlane.training.node.link import BROADCAST, MEAN, READY, SUM, LocalLink
 from gradlane.training.node.parts import TensorPart
 from gradlane.training.node.pending_gradient import SUM_DTYPES, PendingGradient, flat_values
 
@@ -50,23 +49,6 @@ LOSS_REPORT_S = 2.0
 _STOP_S = 5.0
 _abandoned_groups: list[object] = []
 """Groups of the parent, in a forked child: ending them would wait for threads that do not exist."""
-
-
-class NodeMessenger(Protocol):
-    """Sends messages to the other ranks of the node."""
-
-    @property
-    def layout(self) -> NodeLayout:
-        """Position of this rank."""
-
-    @property
-    def peers(self) -> Sequence[int]:
-        """Local ranks of the others."""
-
-    def send(
-        self, peer: int, kind: int, part: int = 0, step: int = 0, *, absent: bool = False
-    ) -> None:
-        """Send a message; a peer that is gone is ignored."""
 
 
 class CollectiveSink(Protocol):
@@ -107,10 +89,10 @@ class CollectiveQueue:
 
     def __init__(
         self,
-        link: NodeMessenger,
+        link: LocalLink,
         parts: Sequence[TensorPart],
         gradients: Sequence[Tensor],
-        open_group: Callable[[], Group],
+        open_group: Callable[[], NodeGroup],
     ) -> None:
         """Start the thread, which opens the group; see `wait_open`.
 
@@ -133,7 +115,7 @@ class CollectiveQueue:
         self._cancelled = threading.Event()
         self._order = order_on(self._device, self._cancelled.is_set)
         self._open_group = open_group
-        self._group: Group | None = None
+        self._group: NodeGroup | None = None
         self._opened = threading.Event()
         self._refusal: Exception | None = None
         self._sink: CollectiveSink | None = None

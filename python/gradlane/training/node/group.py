@@ -45,19 +45,6 @@ class Work(Protocol):
         """Wait for the end on the host (Gloo), or make the current stream wait (NCCL)."""
 
 
-class Group(Protocol):
-    """Collectives among the ranks of a node."""
-
-    def reduce(self, values: Tensor, root: int) -> Work:
-        """Replace the root's values by the sum of all ranks' values."""
-
-    def broadcast(self, values: Tensor, root: int) -> Work:
-        """Copy the root's values to all ranks of the node."""
-
-    def abort(self) -> None:
-        """End the group at once, with collectives in flight."""
-
-
 def open_node_store(layout: NodeLayout, scope: RendezvousScope, timeout_s: float) -> Store:
     """Return a store of the ranks of this node, which no other node can reach.
 

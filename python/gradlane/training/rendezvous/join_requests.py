@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from gradlane.errors import RendezvousError, UsageError
 from gradlane.formats.longer_waits import CONNECT
@@ -190,24 +189,6 @@ class JoinRequests:
         return False
 
 
-class Precopy(Protocol):
-    """State that the members give to a rank before it joins, on either side."""
-
-    def finish(self, look: Callable[[], object]) -> dict[int, bytes]:
-        """Wait for its end; return digests of the state by the `id` of each tensor."""
-
-
-class TakenPrecopy(Precopy, Protocol):
-    """The side of the rank that joins."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether this rank is nearly where the members are, or will not come nearer."""
-
-    def close(self, reason: str) -> None:
-        """Give up; nothing is written any more when it returns."""
-
-
 class JoinRequest:
     """A request to join, as its rank sees it."""
 
@@ -221,28 +202,28 @@ class JoinRequest:
             RendezvousError: the store is gone or does not answer.
         """
         self._store = store
-        self.precopy: TakenPrecopy | None = None
-        """What the members give before they let this rank in; None: nothing yet."""
         word = secrets.token_hex(8)
         self.number = 1
         while store.set_if_absent(f"request/{self.number}", word) != word:
             self.number += 1
 
     def wait_for_invitation(
-        self, deadline: SuspendAwareDeadline, begin_precopy: Callable[[bytes], TakenPrecopy]
+        self, deadline: SuspendAwareDeadline, begin_precopy: Callable[[bytes], Callable[[], bool]]
     ) -> Invitation:
         """Wait until the members have invited this rank, at the end of a step.
 
         Args:
             deadline: for it, from when the state is here that they give before, or from when they
                 have last called the rank of an earlier request.
-            begin_precopy: begins to take that over, by the plan that they have told.
+            begin_precopy: begins to take that over, by the plan that they have told; what it
+                returns tells whether this rank is nearly where they are, or will not come nearer.
 
         Raises:
             UsageError: no rank can join the training as it is.
             RendezvousError: they do not until the deadline; or the store is lost.
         """
         called, called_before = "", b""
+        has_caught_up: Callable[[], bool] | None = None
         is_ready = False
         names = ("outcome", "invitation", "precopy", "call")
         keys: dict[str, int | None] = {f"{name}/{self.number}": None for name in names}
@@ -257,14 +238,14 @@ class JoinRequest:
             if key.startswith("invitation/"):
                 return Invitation(**json.loads(value))
             if key.startswith("precopy/"):
-                self.precopy = begin_precopy(value)
+                has_caught_up = begin_precopy(value)
                 del keys[key]
             elif key and value.decode() != called:
                 called = value.decode()
                 self._store.set(f"here/{self.number}", called)
-            if self.precopy is not None and not is_ready:
+            if has_caught_up is not None and not is_ready:
                 deadline = SuspendAwareDeadline(deadline.limit_s)
-                is_ready = self.precopy.is_ready
+                is_ready = has_caught_up()
                 if is_ready:
                     self._store.set(f"ready/{self.number}", "")
             if deadline.is_over(_POLL_S):

@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
-
-class SamplerChange(Protocol):
-    """The parts of a change of a session's members that the sampler reads."""
-
-    @property
-    def step(self) -> int:
-        """First step of the new members; the step before is the one that ranks were lost in."""
-
-    @property
-    def rank(self) -> int:
-        """This rank among the new members."""
-
-    @property
-    def members(self) -> Sequence[int]:
-        """Names of the new members, by rank."""
-
-    @property
-    def joined(self) -> Sequence[int]:
-        """Names of those that were no members before."""
+from gradlane.training.rendezvous.membership import MembershipChange
 
 
 class ElasticSession(Protocol):
@@ -44,7 +26,7 @@ class ElasticSession(Protocol):
     def step(self) -> int:
         """Steps that have ended, also those before this rank joined; never raises."""
 
-    def on_membership(self, callback: Callable[[SamplerChange], object]) -> object:
+    def on_membership(self, callback: Callable[[MembershipChange], object]) -> object:
         """Have a function called at each change, on all new members, in the training thread."""
 
     def gather_integers(self, values: list[int]) -> list[list[int]]:

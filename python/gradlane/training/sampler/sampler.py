@@ -19,9 +19,10 @@ import torch
 from torch.utils.data import Sampler
 
 from gradlane.errors import RefusedError, UsageError
+from gradlane.training.rendezvous.membership import MembershipChange
 from gradlane.training.sampler.agreement import AgreementRow, check_alike
 from gradlane.training.sampler.cut import Cut, Ranges, ranges_of
-from gradlane.training.sampler.membership import ElasticSession, SamplerChange
+from gradlane.training.sampler.membership import ElasticSession
 from gradlane.training.sampler.progress import Progress
 
 BatchType = TypeVar("BatchType")
@@ -365,7 +366,7 @@ class ElasticSampler(Sampler[list[int]]):
         check_alike(rows, own)
         return rows
 
-    def _on_change(self, change: SamplerChange) -> None:
+    def _on_change(self, change: MembershipChange) -> None:
         """Cut what is left of the epoch for the new members."""
         self._joined.update(change.joined)
         self._joins = change.members[change.rank] in self._joined

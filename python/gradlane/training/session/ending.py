@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gradlane.errors import GradlaneError, SessionClosedError, UsageError
 from gradlane.training.checkpoints.manager import CheckpointManager
 from gradlane.training.connection import SessionContext
@@ -10,7 +12,7 @@ from gradlane.training.model.prepared import CLOSE_TIMEOUT_S
 from gradlane.training.model.several_optimizers import members_of
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.serving import Server
-from gradlane.training.session import after_close, lifecycle
+from gradlane.training.session import after_close
 from gradlane.training.session.parts import SessionParts
 from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.world import World
@@ -26,8 +28,9 @@ class SessionEnding:
         parts: SessionParts,
         checkpoints: CheckpointManager | None,
         server: Server | None,
+        has_ended: Callable[[SessionEnding], None],
     ) -> None:
-        """Have the session end with the program, at the latest.
+        """End nothing yet.
 
         Args:
             world: the ranks that this one is connected to.
@@ -35,6 +38,7 @@ class SessionEnding:
             parts: the models and arrays.
             checkpoints: takes checkpoints, or None.
             server: serves, on a rank that only serves, or None.
+            has_ended: called as the end begins, whoever ends the session.
         """
         self._world = world
         self._store = store
@@ -44,7 +48,7 @@ class SessionEnding:
         self._server = server
         self.how: str | None = None
         """How the session has ended; None: it is open."""
-        lifecycle.watch(self)
+        self._has_ended = has_ended
 
     @property
     def _ctx(self) -> SessionContext:
@@ -64,7 +68,7 @@ class SessionEnding:
         if self.how is not None:
             return
         self.how = "closed"
-        lifecycle.unwatch(self)
+        self._has_ended(self)
         self._scopes.end_presence()
         self._models.plans.stop()
         self._models.joins.close()
@@ -108,7 +112,7 @@ class SessionEnding:
         if self.how is not None:
             return
         self.how = f"given up: {reason}"
-        lifecycle.unwatch(self)
+        self._has_ended(self)
         self._scopes.end_presence()
         self._models.plans.stop()
         self._models.joins.close()

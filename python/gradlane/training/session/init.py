@@ -51,8 +51,8 @@ from gradlane.training.rendezvous.rendezvous import (
 )
 from gradlane.training.rendezvous.serving import JobAnnouncements, Server, ServerRegistry
 from gradlane.training.rendezvous.start_failures import TELL_S, StartFailures
+from gradlane.training.session import lifecycle
 from gradlane.training.session.ending import SessionEnding
-from gradlane.training.session.lifecycle import describe_exception
 from gradlane.training.session.models import PreparedModels
 from gradlane.training.session.parts import SessionParts
 from gradlane.training.session.scopes import SessionScopes
@@ -93,7 +93,7 @@ def _tell_all(rendezvous: Any, network: Any, error: Exception) -> None:
     with contextlib.suppress(ValueError):
         network = network if isinstance(network, Network) else Network()
         secret = with_environment(network, os.environ).read_secret()
-    reason = f"rank {rank_info.rank} gave up: {describe_exception(error)}"
+    reason = f"rank {rank_info.rank} gave up: {lifecycle.describe_exception(error)}"
     log.error("%s (in gradlane.init; telling the others)", reason)
     if given.store is None or isinstance(given.store, str):
         timeouts = (TELL_S, TELL_S)
@@ -315,7 +315,7 @@ def _assemble(core: CoreModule, options: Options, rank_info: RankInfo) -> Sessio
         return _assemble_with(core, options, rank_info, secret, store, failures)
     except Exception as error:
         if not options.rendezvous.join:
-            failures.tell(f"rank {rank_info.rank} gave up: {describe_exception(error)}")
+            failures.tell(f"rank {rank_info.rank} gave up: {lifecycle.describe_exception(error)}")
         failures.stop()
         store.close()
         raise
@@ -416,7 +416,8 @@ def _assemble_with(
     models = PreparedModels(world, store, look, lambda reason: ending.abort(reason))
     arrays = RegisteredArrays(ctx, scopes.open)
     parts = SessionParts(models, arrays)
-    ending = SessionEnding(world, store, parts, checkpoints, server)
+    ending = SessionEnding(world, store, parts, checkpoints, server, lifecycle.unwatch)
+    lifecycle.watch(ending)
     return Session(world, parts, checkpoints, server, ending)
 
 

@@ -159,7 +159,7 @@ class Joins:
         """Connect to a rank that wants to join, and move to a new world if all members can."""
         membership = self._world.ctx.membership
         if self._source is not None:
-            prepared.steps.update.settle()
+            prepared.steps.update.wait_for_all()
             self._source.end()
         count, step = len(membership.members), prepared.steps.step
         invitation = Invitation(
@@ -230,14 +230,18 @@ class Joins:
         """
         attributes = attributes_of(optimizer)
 
-        def begin_precopy(told: bytes) -> PrecopyTarget:
+        precopy: PrecopyTarget | None = None
+
+        def begin_precopy(told: bytes) -> Callable[[], bool]:
+            nonlocal precopy
             plan = PrecopyPlan(**json.loads(told))
-            return PrecopyTarget(self._world.ctx, self._store, plan, model, optimizer)
+            begun = precopy = PrecopyTarget(self._world.ctx, self._store, plan, model, optimizer)
+            return lambda: begun.is_ready
 
         deadline = SuspendAwareDeadline(self._world.ctx.options.network.connect_timeout_s)
         tries = 0
         while True:
-            request = JoinRequest(self._keys)
+            request, precopy = JoinRequest(self._keys), None
             try:
                 invitation = request.wait_for_invitation(deadline, begin_precopy)
                 deadline = SuspendAwareDeadline(deadline.limit_s)
@@ -247,7 +251,7 @@ class Joins:
                     invitation.rank, invitation, options, request.has_joined
                 )
                 connected = connect_to_join(
-                    world, model, optimizer, buffers, attributes, precopy=request.precopy
+                    world, model, optimizer, buffers, attributes, precopy=precopy
                 )
                 try:
                     first = self._first_step_state(world, optimizer, connected)
@@ -258,8 +262,8 @@ class Joins:
                 break
             except BaseException as error:
                 # Also where the program is interrupted: threads that receive would outlive it.
-                if request.precopy is not None:
-                    request.precopy.close(f"{type(error).__name__}: {error}")
+                if precopy is not None:
+                    precopy.close(f"{type(error).__name__}: {error}")
                 is_final = isinstance(error, _FINAL)
                 is_ours = isinstance(error, GradlaneError) and not is_final
                 if not is_ours or tries == _TRIES_MAX or deadline.is_over():
@@ -281,7 +285,7 @@ class Joins:
         membership = world.ctx.membership
         membership.forget_request(2 * request.number + 1)
         membership.tell(change)
-        first.take()
+        first.take_over()
         return prepared
 
     # ---- both

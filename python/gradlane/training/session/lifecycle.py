@@ -15,27 +15,11 @@ import signal
 import sys
 import threading
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
+from gradlane.training.session.ending import SessionEnding
 
-class OpenSession(Protocol):
-    """The calls of a session that an end makes."""
-
-    def abort(self, reason: str) -> None:
-        """Abort, and tell the other ranks why."""
-
-    def close_at_exit(self) -> None:
-        """Close in order while the interpreter ends; must not raise."""
-
-    def forget_in_child(self) -> None:
-        """Drop everything in a forked child."""
-
-    @property
-    def step(self) -> int:
-        """Training steps that have ended."""
-
-
-_open: set[OpenSession] = set()
+_open: set[SessionEnding] = set()
 """Sessions that are not closed. They stay alive, since the core's threads use their memory."""
 
 _installed = False
@@ -43,7 +27,7 @@ _last_exit: tuple[SystemExit, list[int]] | None = None
 """The last `sys.exit` of the main thread, and the steps that the open sessions had taken then."""
 
 
-def watch(session: OpenSession) -> None:
+def watch(session: SessionEnding) -> None:
     """End a session when the program ends."""
     global _installed
     _open.add(session)
@@ -58,7 +42,7 @@ def watch(session: OpenSession) -> None:
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
-def unwatch(session: OpenSession) -> None:
+def unwatch(session: SessionEnding) -> None:
     """Forget a session that has ended."""
     _open.discard(session)
 

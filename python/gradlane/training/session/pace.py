@@ -11,28 +11,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    pass
+from gradlane.training.model.prepared import PreparedModel
 
 BatchType = TypeVar("BatchType")
 
 
-class Paced(Protocol):
-    """The calls of a prepared model that keeping pace makes."""
-
-    @property
-    def reads_averages(self) -> bool:
-        """Whether the program reads averaged gradients between backward and step."""
-
-    def pass_step(self) -> bool:
-        """Pass the next step if this rank is late for it; return whether it did."""
-
-
 def at_pace(
     batches: Iterable[BatchType],
-    model_in_force: Callable[[], Paced],
+    model_in_force: Callable[[], PreparedModel],
     on_pass: Callable[[], object] | None,
 ) -> Iterator[BatchType]:
     """Yield the batches of those steps that this rank takes part in.

@@ -92,7 +92,7 @@ class Gate:
                 self._update.attach()
         # Numbers leave the set after the update of their parameters.
         if not phases.pending.isdisjoint(indices):
-            self._update.settle_some(indices)
+            self._update.wait_for(indices)
 
     def before_list(self, parameters: Iterable[Tensor | None]) -> None:
         """Make parameters that are about to be listed, copied or saved right.
@@ -106,7 +106,7 @@ class Gate:
         if self._phases.pending:
             found = (self._index_of.get(id(parameter)) for parameter in parameters)
             indices = [index for index in found if index is not None]
-            self._update.settle_some([*indices, *self._buffers])
+            self._update.wait_for([*indices, *self._buffers])
 
     def before_operation(self, parameter: Tensor) -> None:
         """Wait until a parameter that is about to be used has its update.
@@ -123,7 +123,7 @@ class Gate:
         if self._phases.phase is Phase.BACKWARD and not inside_backward():
             self._touch(Touch.VALUE, index)
         if self._phases.pending:
-            self._update.settle_some((index,))
+            self._update.wait_for((index,))
 
     def before_buffers(self) -> None:
         """Wait until buffers that are about to be read are those that all ranks agreed on."""
@@ -131,7 +131,7 @@ class Gate:
             return
         self._failure.raise_failure()
         if self._phases.pending:
-            self._update.settle_some(self._buffers)
+            self._update.wait_for(self._buffers)
 
     def before_optimizer_state(self) -> None:
         """Make the optimizer's state right before it is read or replaced.
@@ -144,7 +144,7 @@ class Gate:
         self._failure.raise_failure()
         if self._phases.phase is Phase.BACKWARD:
             self._touch(Touch.STATE)
-        self._update.settle()
+        self._update.wait_for_all()
 
     def _touch(self, touch: Touch, index: int | None = None) -> None:
         """Have stages refuse what is touched, if they do."""
@@ -171,7 +171,7 @@ class Gate:
                     self._attach_for(index)
                 else:
                     if self._updates.is_held(index):
-                        self._update.settle_some((index,))
+                        self._update.wait_for((index,))
                     self._updates.note_written(index)
             set_raw_grad(parameter, gradient)
 
@@ -192,7 +192,7 @@ class Gate:
         if self._phases.phase is Phase.BACKWARD:
             self._attach_for(index)
         else:
-            self._update.settle_some((index,))
+            self._update.wait_for((index,))
             moves = sys._getframe(2).f_code is _MOVES
             if self._stages.hides_gradients and not moves:
                 self._touch(Touch.OLD_GRADIENT, index)

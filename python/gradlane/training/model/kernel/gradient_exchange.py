@@ -176,7 +176,7 @@ class GradientExchange:
         """Submit a parameter's gradient: its factors, or its `.grad`."""
         if self._joined.group_of[index] >= 0:
             self.is_submitted[index] = True
-            if self._joined.note(index):
+            if self._joined.note_present(index):
                 self._submit_group(index)
             return
         factored = index in self._factored
@@ -363,7 +363,7 @@ class GradientExchange:
 
     # ---- from the channel
 
-    def take(
+    def take_arrived(
         self, needed: list[int] | None, *, discards: bool = False, lends: bool = False
     ) -> ArrivedGradients:
         """Wait for some tensors, or for the whole step, and take everything that is there.
@@ -400,7 +400,7 @@ class GradientExchange:
                     arrived.averaged.append(index)
                 if index in self._factored:
                     if self.norm.is_measured:
-                        mean = self.norm.take(index)
+                        mean = self.norm.take_mean(index)
                     else:
                         mean = self._rebuilt(index, wanted=not (absent or discards))
                     rebuilt += [] if mean is None or discards else [(index, mean)]
@@ -416,7 +416,7 @@ class GradientExchange:
         if arrived.gradients:
             self._carrier.collect(arrived.gradients)
         if groups:
-            arrived.gradients += joined.take(groups, self._wait_for, lends=lends)
+            arrived.gradients += joined.take_means(groups, self._wait_for, lends=lends)
         arrived.gradients += rebuilt
         arrived.match_layouts(self._trained, are_dense=not self._factored)
         return arrived

@@ -117,7 +117,7 @@ class Intake:
         if phases.accumulates:
             gradient = raw_grad(parameter)
             if gradient is not None:
-                self._local.note(index, gradient)
+                self._local.keep(index, gradient)
             return False
         if not self._stages.changes_means:
             phases.counting_in = graph_task_id()
@@ -204,7 +204,7 @@ class Intake:
         self._failure.raise_failure()
         if phases.phase is Phase.LOCAL:
             return
-        self._update.settle()
+        self._update.wait_for_all()
         if phases.phase is Phase.ATTACHED:
             # As with DDP: the new gradients add up on the averaged ones, and are averaged again.
             self._exchange.end()
@@ -285,7 +285,7 @@ class Intake:
         """
         if self._phases.phase not in (Phase.IDLE, Phase.PENDING):
             return True
-        self._update.settle()
+        self._update.wait_for_all()
         if all(raw_grad(entry.tensor) is None for entry in self._trained):
             return False
         self._local.clear()

@@ -104,7 +104,7 @@ class StepEnd:
         if not deferred:
             self._update_now(number, ends=ends)
         elif self._stages.keeps_means and not self._updates.may_defer:
-            self._update.settle()
+            self._update.wait_for_all()
         if ends:
             for stage in self._stages.on[StepStage.after_step]:
                 stage.after_step(self._statuses, self._exchange.training_step_of)
@@ -127,7 +127,7 @@ class StepEnd:
         indices, pending = self._updates.indices_of(number), self._phases.pending
         defers = self._updates.defers(number) and not pending.isdisjoint(indices)
         if not defers:
-            self._update.settle()
+            self._update.wait_for_all()
         self._exempt.run(lambda: self._updates.record(number))
         self._recorded()
         if defers:
@@ -137,7 +137,7 @@ class StepEnd:
 
     def _has_nothing(self, number: int) -> bool:
         """Return whether an optimizer has no gradient to step on while others have some."""
-        self._update.settle()
+        self._update.wait_for_all()
         own = (raw_grad(self._trained[one].tensor) for one in self._updates.indices_of(number))
         nothing = all(gradient is None for gradient in own)
         return nothing and self._updates.have_gradients(but=number)

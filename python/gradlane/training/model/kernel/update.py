@@ -87,7 +87,7 @@ class StepUpdate:
             if self._phases.phase is not Phase.BACKWARD:
                 return
             self.submit_rest()
-            arrived = self._exchange.take(None)
+            arrived = self._exchange.take_arrived(None)
             for stage in self._stages.on[StepStage.arrived]:
                 stage.arrived(arrived)
             for stage in self._stages.on[StepStage.attached]:
@@ -101,7 +101,7 @@ class StepUpdate:
                         gradient = sum_of(gradient, fresh)
                 set_raw_grad(parameter, self._exchange.give_back(index, gradient))
             self._phases.phase = Phase.ATTACHED
-            self._lazy.settle()
+            self._lazy.make_ready()
             self._phases.refresh()
 
     # ---- the end of a step
@@ -128,7 +128,7 @@ class StepUpdate:
             phases.pending.update(range(len(self._trained)))
             self._lazy.expect_updates()
         else:
-            self._lazy.settle()
+            self._lazy.make_ready()
 
     def end_with_nothing(self) -> None:
         """Submit nothing more in this step, and end it."""
@@ -144,7 +144,7 @@ class StepUpdate:
 
     def take_nothing(self) -> None:
         """Wait for the end of a step whose means are not wanted."""
-        self._exchange.take(None, discards=True)
+        self._exchange.take_arrived(None, discards=True)
         self._discards = False
 
     def _drop(self) -> None:
@@ -159,7 +159,7 @@ class StepUpdate:
             self.end_with_nothing()
         elif self._phases.phase is Phase.ATTACHED:
             self.end(StepEnding.DISCARDED)
-        self.settle()
+        self.wait_for_all()
 
     def spend_step(self, run: Callable[[int], None]) -> None:
         """Give a step of the channel to something else than training; a collective call.
@@ -171,13 +171,13 @@ class StepUpdate:
             GradlaneError: the session has failed.
         """
         self._failure.raise_failure()
-        self.settle()
+        self.wait_for_all()
         with self._phases.lock:
             self._exchange.spend(run)
 
     # ---- after it
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until every parameter has its update."""
         phases = self._phases
         if phases.phase is not Phase.PENDING:
@@ -192,7 +192,7 @@ class StepUpdate:
                 self._discards = False
                 phases.refresh()
 
-    def settle_some(self, indices: Iterable[int]) -> None:
+    def wait_for(self, indices: Iterable[int]) -> None:
         """Wait until some parameters, or buffers, have their update."""
         phases = self._phases
         with phases.update_lock:
@@ -206,7 +206,7 @@ class StepUpdate:
 
     def _take_and_apply(self, needed: list[int] | None) -> None:
         phases, shared = self._phases, self._shared_memory
-        arrived = self._exchange.take(
+        arrived = self._exchange.take_arrived(
             needed,
             discards=self._discards or self._stages.keeps_means,
             lends=self._updates.drops_means,
@@ -243,7 +243,7 @@ class StepUpdate:
             # A look at a mean before zero_grad() is refused.
             self._lazy.expect_gradients(indices)
         else:
-            self._lazy.settle(indices)
+            self._lazy.make_ready(indices)
 
     def guarded(self, update: Callable[[], None]) -> None:
         """Run an update; if it breaks off, the parameters are a mixture and stay unreadable."""

@@ -50,7 +50,7 @@ class Clipping(StepStage):
         self._step = clipping
         self.changes_means = True
 
-    def note(self, max_norm: float, norm_type: float) -> None:
+    def note_clipped(self, max_norm: float, norm_type: float) -> None:
         """Note that the gradients of this step are clipped, now or as they arrive."""
         self.norms += (max_norm, norm_type)
 
