@@ -486,7 +486,9 @@ class Oddities:
             if one.grad is not None and how == "none":
                 one.grad = None
             elif one.grad is not None:
-                one.grad.detach_()
+                # As torch's `zero_grad()`: a view cannot be detached in place.
+                if one.grad.grad_fn is not None:
+                    one.grad.detach_()
                 one.grad.zero_()
 
     @torch.no_grad()

@@ -276,7 +276,7 @@ def test_a_rank_that_cannot_repeat_updates_gets_all_while_the_others_wait(
     tmp_path: Path, programs: ForkedPrograms
 ) -> None:
     """Whatever its updates have made, it trains with the bits of the others."""
-    run = Run(programs, tmp_path, spoils={"joiner-0": f"{PRECOPY}:RepeatedUpdates.run"})
+    run = Run(programs, tmp_path, spoils={"joiner-0": f"{PRECOPY}:RepeatedUpdates.repeat"})
     run.check_alike()
     run.check_reference()
     told = run.errors["joiner-0"]
@@ -428,7 +428,7 @@ def test_two_ranks_join_at_once(tmp_path: Path, programs: ForkedPrograms) -> Non
     [
         f"{JOINING}:JoinRequest.wait_for_invitation",
         f"{PRECOPY}:broadcast_and_finish",
-        f"{PRECOPY}:RepeatedUpdates.run",
+        f"{PRECOPY}:RepeatedUpdates.repeat",
         "gradlane.training.model.joining:_hand_over",
         f"{JOINING}:JoinRequest.wait_for_outcome",
         f"{JOINING}:Joins._move",
