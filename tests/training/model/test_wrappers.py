@@ -42,7 +42,7 @@ def learned(programs: ForkedPrograms, folder: Path, example: str, engine: str) -
         ("plain_loop.py", "torch", False),
         ("accelerate_loop.py", "accelerate", True),
         ("transformers_trainer.py", "transformers", True),
-        ("lightning_module.py", "lightning", False),
+        ("lightning_module.py", "lightning", True),
     ],
 )
 def test_examples_learn_what_ddp_learns(
@@ -72,7 +72,7 @@ def test_lightnings_strategy_is_refused_with_going_on(going_on: Any) -> None:
     pytest.importorskip("lightning")
     strategy = importlib.import_module("gradlane.integrations.lightning").GradlaneStrategy
     with pytest.raises(
-        ValueError, match="GradlaneStrategy going_on: Lightning's barriers and metrics"
+        ValueError, match="GradlaneStrategy with going_on: Lightning's barriers and metrics"
     ):
         strategy(options={"going_on": going_on})
 
