@@ -6,6 +6,7 @@ import importlib
 import inspect
 from typing import Any
 
+import pytest
 import torch
 
 # Torch exports its functions in a way that type checkers do not see.
@@ -27,3 +28,9 @@ NO_DIST: dict[str, Any] = (
     {"no_dist": True} if "no_dist" in inspect.signature(_CHECKPOINTS.save).parameters else {}
 )
 """How torch.distributed.checkpoint is told that there is one process; torch 2.4 sees it itself."""
+in_threads = pytest.mark.skipif(
+    torch_release() in ((2, 7), (2, 11)),
+    reason="torch 2.7 and 2.11 cannot compile in two threads at once",
+)
+"""Of tests whose ranks are threads that compile. Torch 2.11 crashes at times, in the guard of CUDA
+devices that it puts in for the whole process where there is none."""

@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from tests.built import needs_core
-from tests.torch_versions import torch_release
+from tests.torch_versions import in_threads, torch_release
 from tests.training.model.models import seeded
 from tests.training.model.pool import RankPool
 from tests.training.model.ranks import run_ranks
@@ -25,11 +25,6 @@ WIDTH = 560
 compiles_whole = pytest.mark.skipif(
     torch_release() <= (2, 4), reason="torch 2.4 ends a graph at each hook"
 )
-in_threads = pytest.mark.skipif(
-    torch_release() in ((2, 7), (2, 11)),
-    reason="torch 2.7 and 2.11 cannot compile in two threads at once",
-)
-"""Of tests whose ranks are threads."""
 
 
 class Layers(nn.Module):

@@ -19,7 +19,7 @@ import gradlane
 from gradlane.training.model import lazy_parameter_dict
 from gradlane.training.model.kernel.gate import Gate
 from tests.built import needs_core
-from tests.torch_versions import torch_release
+from tests.torch_versions import in_threads, torch_release
 from tests.training.model.fake_core import FakeCore, World
 from tests.training.model.models import Attention, seeded
 from tests.training.model.pool import RankPool
@@ -375,6 +375,7 @@ def test_an_optimizer_that_breaks_off_leaves_nothing_readable() -> None:
     assert isinstance(error, gradlane.SessionFailedError)
 
 
+@in_threads
 def test_compiled_models_read_updated_parameters() -> None:
     """Compiled code reads parameters past Python; the eager backend needs no compiler."""
 

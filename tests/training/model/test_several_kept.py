@@ -7,13 +7,14 @@ update is late.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.torch_versions import in_threads
 from tests.training.model.late_core import LateCore
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits
@@ -109,7 +110,15 @@ USES: dict[str, Callable[[Shared], Any]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+COMPILED = ("compiled", "beside compiled code")
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """Return names as parameters; those that compile are not for every torch."""
+    return [pytest.param(one, marks=in_threads if one in COMPILED else ()) for one in names]
+
+
+@pytest.mark.parametrize("use", marked(USES))
 def test_an_encoder_that_two_heads_share_is_read_after_all_updates(use: str) -> None:
     def run(session: Any) -> list[Tensor]:
         one = Shared(session)
@@ -150,7 +159,7 @@ VERSIONS: dict[str, Callable[[Shared], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", marked(VERSIONS))
 def test_a_cache_is_renewed_whatever_tells_its_version(version: str) -> None:
     def check(session: Any) -> None:
         one = Shared(session)
