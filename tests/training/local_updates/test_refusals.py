@@ -193,6 +193,37 @@ def test_a_rank_with_fewer_steps_is_named_as_it_closes(update: gradlane.Local) -
     assert re.search(words, first) and re.search(words, second)
 
 
+@pytest.mark.parametrize(
+    ("count", "ends"),
+    [
+        # Both ranks have steps that no exchange holds: their means would be used without a word.
+        (7, "closes the session"),
+        # One has none, and would keep other common values than the other one.
+        (9, "closes the session"),
+        (7, "calls session.synchronize()"),
+        (5, "calls session.synchronize()"),
+    ],
+)
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_rank_that_skips_a_step_is_named_where_all_meet(
+    count: int, ends: str, fragments: int
+) -> None:
+    def body(session: Any) -> None:
+        model, optimizer = opened(session)
+        for step in range(1, count + 1):
+            optimizer.zero_grad()
+            loss(model, session.rank, step).backward()
+            if step != 2 or session.rank != 1:
+                optimizer.step()
+        if "synchronize" in ends:
+            session.synchronize()
+
+    update = gradlane.Local(steps=4, fragments=fragments)
+    words = f"rank 0 {ends} after its step {count}, and rank 1 {ends} after its step {count - 1}: "
+    for error in errors_of(body, update=update):
+        assert words in error
+
+
 def test_a_synchronize_on_one_rank_is_named() -> None:
     def body(session: Any) -> None:
         model, optimizer = opened(session)

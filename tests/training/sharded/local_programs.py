@@ -263,6 +263,20 @@ def differ() -> list[str]:
         run.session.abort("the test has ended")
 
 
+def fewer() -> list[str]:
+    """Have the second node skip a step, where it has none after its last exchange."""
+    run = Run({"steps": 4})
+    try:
+        run.train_alone(4 if run.rank >= MESH["shard"].size() else 5)
+        run.session.synchronize()
+        return ["nothing was found"]
+    except gradlane.SessionFailedError as error:
+        return [str(error).split(":")[0]]
+    finally:
+        dist.barrier()
+        run.session.abort("the test has ended")
+
+
 def freeze_and_keep(model: Any) -> None:
     """Freeze a unit whose parameters a forward leaves whole, and some of others."""
     freeze(model)
@@ -298,6 +312,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "coded": coded,
     "columns_part": columns_part,
     "differ": differ,
+    "fewer": fewer,
     "other_nodes": other_nodes,
     "coded_states": lambda: states({"steps": 4, "outer": "average"}, codec=SPARSE),
     "states": lambda: [*states(STREAMING), *refused_states()],

@@ -14,7 +14,7 @@ from tests.training.sharded.test_bits import run
 pytestmark = [needs_core, needs_fsdp2]
 PROGRAM = "tests.training.sharded.local_programs"
 ROUNDS = ["diloco", "streaming", "frozen", "empty_shards"]
-OTHERS = ["coded", "coded_states", "columns_part", "states", "differ"]
+OTHERS = ["coded", "coded_states", "columns_part", "states", "differ", "fewer"]
 """`states` last of those that save: what it saves is gone on from."""
 
 
@@ -84,6 +84,13 @@ def test_ranks_of_the_world_are_named(found: dict[str, list[str]]) -> None:
     for rank, line in enumerate(found["differ"]):
         assert turn in line and call in line
         assert {f"rank {rank % 2} ", f"rank {rank % 2 + 2} "} <= set(_ranks(line)), line
+
+
+def test_steps_of_nodes_are_counted_where_all_meet(found: dict[str, list[str]]) -> None:
+    call = "calls session.synchronize() after its step"
+    for rank, line in enumerate(found["fewer"]):
+        first, second = rank % 2, rank % 2 + 2
+        assert line == f"rank {first} {call} 5, and rank {second} {call} 4"
 
 
 def _ranks(line: str) -> list[str]:

@@ -403,7 +403,8 @@ class LocalModel:
         """
         first, own = next(iter(told.items()))
         for rank, report in told.items():
-            if report.occasion is not own.occasion:
+            # In a turn steps are alike, as each rank counts its own; where all meet they may not be.
+            if (report.occasion, report.step) != (own.occasion, own.step):
                 self._fail(
                     f"rank {first} {_words(own)}, and rank {rank} {_words(report)}: every rank "
                     "takes the same number of steps, and calls synchronize() and close() after the "
