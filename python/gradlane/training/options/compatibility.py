@@ -286,7 +286,7 @@ ROWS = (
     PairRow(_F.STRAGGLERS, _F.PLAN_RING, CANNOT, "a ring needs every rank's part", "use a plan whose tensors all have scheme 'ps', such as one that plan=\"auto\" finds in this session"),
     PairRow(_F.STRAGGLERS, _F.PLAN_FACTORS, NOT_BUILT, "gradients are rebuilt from the factors of all ranks", "use a plan whose tensors all have scheme 'ps', such as one that plan=\"auto\" finds in this session"),
     PairRow(_F.JOINS, _F.GOING_ON, CANNOT, "a rank joins a training that goes on when ranks come and go", "open all sessions with going_on=True", needs=True),
-    PairRow(_F.JOINS, _F.LOCAL, NOT_BUILT, "common values and the outer optimizer's state are handed over to no rank yet", "leave join out, and restart all ranks from a state that was saved after session.synchronize()"),
+    PairRow(_F.JOINS, _F.LOCAL, NOT_BUILT, "ranks meet in exchanges alone: a call to let a rank in does not travel with them yet, and the outer momentum, residuals and counts of a round move to no new world", "leave join out, and restart all ranks, in a world of any size, from a state that was saved after session.synchronize()"),
     PairRow(_F.GOING_ON, _F.SERVER, NOT_BUILT, "a lost rank takes the optimizer's state of its slices along"),
     PairRow(_F.GOING_ON, _F.PULLS, NOT_BUILT, "only sums that every rank gets from their owners can be finished without a lost rank", "use p3, slicing, wfbp or ring"),
     PairRow(_F.GOING_ON, _F.ASGD, NOT_BUILT, "only sums that every rank gets from their owners can be finished without a lost rank", "use p3, slicing, wfbp or ring"),
