@@ -126,13 +126,14 @@ class Row:
 class Training:
     """One rank of a training: takes steps and judges its values."""
 
-    def __init__(self, way: Way, seed: int) -> None:
+    def __init__(self, way: Way, seed: int, batch_time_s: float | None = None) -> None:
         """Build the model and connect it to the other ranks."""
         import torch
 
         torch.set_num_threads(1)
         rank = int(os.environ["RANK"])
-        self._workload = build(WorkloadSpec(WORKLOAD, seed=seed), rank, RANKS)
+        spec = WorkloadSpec(WORKLOAD, seed=seed, batch_time_s=batch_time_s)
+        self._workload = build(spec, rank, RANKS)
         self._model: Any = self._workload.model
         self._optimizer = self._workload.make_optimizer(self._model)
         self._settle: Callable[[], None] = lambda: None
@@ -207,7 +208,7 @@ def _cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def train(number: int, seed: int) -> None:
+def train(way: Way, seed: int, batch_time_s: float | None = None) -> None:
     """Train on one rank: each line of the input is a number of steps to take, each answer a line.
 
     An answer to no steps is the loss. The end of the input ends the process: libraries under test
@@ -216,7 +217,7 @@ def train(number: int, seed: int) -> None:
     with contextlib.suppress(OSError):
         # Before other work on this machine, where the kernel has groups and this is root.
         Path("/proc/self/autogroup").write_text("-15", encoding="utf-8")
-    training = Training(WAYS[number], seed)
+    training = Training(way, seed, batch_time_s)
     print(json.dumps({}), flush=True)
     for line in sys.stdin:
         steps = int(line)
@@ -228,8 +229,23 @@ def train(number: int, seed: int) -> None:
 class Ranks:
     """The processes of one training."""
 
-    def __init__(self, cluster: EmulatedCluster, way: Way, seed: int, torchft: str) -> None:
-        """Start them, and wait until all are connected."""
+    def __init__(
+        self,
+        cluster: EmulatedCluster,
+        way: Way,
+        seed: int,
+        torchft: str = "",
+        batch_time_s: float | None = None,
+    ) -> None:
+        """Start them, and wait until all are connected.
+
+        Args:
+            cluster: with a node for each rank.
+            way: that they train.
+            seed: of values and batches.
+            torchft: folder of torchft, where the way needs it.
+            batch_time_s: of computing, stretched to; None: the workload's own.
+        """
         self._way = way
         port = cluster.next_port()
         self._helpers = []
@@ -253,7 +269,9 @@ class Ranks:
         else:
             beside = {}
         program = [sys.executable, "-m", "benchmarks.compared_with"]
-        program += ["--train", str(WAYS.index(way)), str(seed)]
+        program += ["--train", json.dumps(asdict(way)), str(seed)]
+        if batch_time_s is not None:
+            program.append(str(batch_time_s))
         self._ranks = [
             cluster.spawn(
                 rank,
@@ -433,10 +451,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--render", action="store_true")
-    parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.train is not None:
-        train(int(given.train[0]), int(given.train[1]))
+        way, seed, *batch_time_s = given.train
+        train(Way(**json.loads(way)), int(seed), float(batch_time_s[0]) if batch_time_s else None)
     if given.steps < 2 * ROUND or given.steps % ROUND:
         parser.error(f"--steps: whole rounds of {ROUND}, two or more")
     read = given.json.read_text(encoding="utf-8") if given.render else None
