@@ -403,7 +403,7 @@ class LocalModel:
         """
         first, own = next(iter(told.items()))
         for rank, report in told.items():
-            # In a turn steps are alike, as each rank counts its own; where all meet they may not be.
+            # In a turn steps are alike, as each rank counts its own; where all meet, not always.
             if (report.occasion, report.step) != (own.occasion, own.step):
                 self._fail(
                     f"rank {first} {_words(own)}, and rank {rank} {_words(report)}: every rank "
