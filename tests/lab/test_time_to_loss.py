@@ -12,7 +12,9 @@ from benchmarks.time_to_loss_chart import draw_curves
 
 from tests.paths import ROOT
 
-CONTENT = json.loads((ROOT / "docs/research/time-to-loss.json").read_text(encoding="utf-8"))
+CONTENT: dict[str, Any] = json.loads(
+    (ROOT / "docs/research/time-to-loss.json").read_text(encoding="utf-8")
+)
 
 
 def content(losses: dict[str, list[float]]) -> dict[str, Any]:
