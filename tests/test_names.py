@@ -14,6 +14,7 @@ TESTS = (ROOT / "tests", ROOT / "benchmarks")
 NOT_REACHES = {
     "_buffers": "a dictionary of `nn.Module`",
     "_core": "the compiled module, whose functions are public",
+    "_get_sequence_number": "a method of the works of torch",
     "_init_group": "a method of torch's optimizers",
     "_parameters": "a dictionary of `nn.Module`",
     "_version": "counts writes to a tensor",

@@ -6,6 +6,7 @@ import datetime
 import functools
 import gc
 import hashlib
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as registry
+from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -216,6 +219,84 @@ def calls_of_gradlane_alone(store: Any, rank: int, world_size: int, job: str) ->
     return found
 
 
+def compare_rare_calls(store: Any, rank: int, world_size: int, job: str) -> list[str]:
+    """Reduce complex, conjugated and sparse tensors over both backends; return what differs."""
+    different = []
+    with world("gradlane", store, rank, world_size, job):
+        gloo: Any = dist.new_group(backend="gloo")
+        for dtype in (torch.complex64, torch.complex128):
+            own = torch.view_as_complex(values(torch.float64, 40, rank, exact=False).view(20, 2))
+            own = own.to(dtype)
+            for operator in (ReduceOp.SUM, ReduceOp.AVG):
+                found = []
+                for group in (gloo, None):
+                    reduced, whole = own.clone(), own.repeat(world_size)
+                    part, one = torch.empty_like(own), own.clone()
+                    dist.reduce(reduced, 1, operator, group=group)
+                    dist.reduce_scatter_tensor(part, whole, operator, group=group)
+                    dist.all_reduce(one, operator, group=group)
+                    found += [[reduced if rank == 1 else part, part, one]]
+                if not all(torch.equal(a, b) for a, b in zip(*found, strict=True)):
+                    different.append(f"{operator} of {dtype}")
+        # The bytes of a conjugated tensor are those of the tensor.
+        each = [torch.empty_like(own) for _ in range(world_size)]
+        dist.gather(own.conj(), each if rank == 0 else None)
+        if rank == 0 and not torch.equal(each[0], own.conj().resolve_conj()):
+            different.append("a conjugated tensor, gathered")
+        # No entries on rank 0; the same entry twice, and rows, on the others.
+        for dtype, dense in ((torch.float32, (3,)), (torch.float64, ()), (torch.int64, (2, 2))):
+            count = 4 * rank
+            indices = torch.arange(2 * count).reshape(2, count) % 3
+            rows = values(dtype, count * math.prod(dense), rank, exact=False).view(count, *dense)
+            sums = []
+            for group in (gloo, None):
+                tensor = torch.sparse_coo_tensor(indices, rows.clone(), (5, 4, *dense))
+                work: Any = dist.all_reduce(tensor, group=group, async_op=True)
+                work.wait()
+                sums.append(tensor.to_dense())
+            if not torch.equal(*sums):
+                different.append(f"sparse {dtype}")
+            if dtype.is_floating_point:
+                mean = torch.sparse_coo_tensor(indices, rows, (5, 4, *dense))
+                dist.all_reduce(mean, ReduceOp.AVG)
+                if not torch.equal(mean.to_dense(), sums[0] / world_size):
+                    different.append(f"mean of sparse {dtype}")
+    return different
+
+
+def torch_asks(store: Any, rank: int, world_size: int, job: str) -> list[Any]:
+    """Return what torch reads of works and groups."""
+    found: list[Any] = []
+    with world("gradlane", store, rank, world_size, job):
+        numbers = []
+        for _ in range(3):
+            work: Any = dist.all_reduce(torch.ones(1), async_op=True)
+            numbers.append(work._get_sequence_number())
+            work.wait()
+        found.append(numbers)
+        with allow_inflight_collective_as_graph_input_ctx():
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            listed = _distributed_c10d._get_work_registry_size()
+            work.wait()
+            found.append((listed, _distributed_c10d._get_work_registry_size()))
+        tensors = [torch.ones(3), torch.ones(4)]
+        with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+            dist.all_reduce(tensors[0])
+            dist.all_reduce(tensors[1])
+        manager.wait()
+        found.append([it[-1].item() for it in tensors])
+        columns = torch.ones(world_size, 2)[:, :1]
+        try:
+            dist.all_to_all_single(torch.empty(world_size, 1), torch.ones(2, world_size)[:, :1].t())
+        except ValueError as error:
+            found.append(str(error))
+        try:
+            dist.all_to_all_single(columns, torch.ones(world_size, 1))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
 def subgroups(store: Any, rank: int, world_size: int, job: str) -> list[Any]:
     """Call in groups of the even and the odd ranks, overlapping with calls of all."""
     with world("gradlane", store, rank, world_size, job):
@@ -306,7 +387,8 @@ def mistakes(store: Any, rank: int, world_size: int, job: str) -> list[str]:
             said.append(str(error))
 
     with world("gradlane", store, rank, world_size, job):
-        note(lambda: dist.all_reduce(torch.ones(2).to_sparse()))
+        note(lambda: dist.all_reduce(torch.ones(2).to_sparse(), ReduceOp.MAX))
+        note(lambda: dist.all_reduce(torch.ones(2).long().to_sparse(), ReduceOp.AVG))
         note(lambda: dist.all_reduce(torch.ones(2).to(torch.uint16), ReduceOp.SUM))
         note(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.AVG))
         note(lambda: dist.all_reduce(torch.ones(2), ReduceOp.BAND))
@@ -462,7 +544,8 @@ def reconfigured(store: Any, rank: int, world_size: int, job: str) -> list[Any]:
         enable_reconfigure=True,
     )
     try:
-        said.append(registry._supports_reconfigure())
+        members = dist.get_backend_impl(device=torch.device("cpu"))
+        said.append(registry._supports_reconfigure() and members.supports_reconfigure)
         note(total)
         configure(1, handles([0, 1, 2]))
         note(total)

@@ -41,6 +41,19 @@ def test_every_operation_gives_the_bits_of_gloo(pool: RankPool, ranks: int) -> N
         assert different == []
 
 
+def test_complex_and_sparse_tensors_give_the_bits_of_gloo(pool: RankPool) -> None:
+    for different in pool.run(f"{PROGRAMS}:compare_rare_calls", ranks=2):
+        assert different == []
+
+
+def test_works_are_numbered_listed_coalesced_and_cut_by_rows(pool: RankPool) -> None:
+    for numbers, listed, coalesced, *refused in pool.run(f"{PROGRAMS}:torch_asks", ranks=2):
+        assert numbers == [1, 2, 3]
+        assert listed == (1, 0)
+        assert coalesced == [2.0, 2.0]
+        assert len(refused) == 2 and all("Tensors must be contiguous" in it for it in refused)
+
+
 def test_means_bools_strides_objects_futures_and_coalescing(pool: RankPool) -> None:
     for found in pool.run(f"{PROGRAMS}:calls_of_gradlane_alone", ranks=3):
         assert found == [
@@ -77,7 +90,7 @@ def test_a_group_is_reconfigured_for_fewer_more_and_other_ranks(pool: RankPool) 
         assert supports is True and "has no members" in empty
         assert whole == (111.0, rank, 3)
         assert few == (11.0, 1 - rank, 2) if rank < 2 else "has left the group" in few
-        assert "the number 1 was used before" in used
+        assert "the number 1 was already used" in used
         assert "a handle twice" in doubled and "at least one" in none
         assert "its own handle is not among the 2 given" in missing
         assert "is no handle for this group" in junk and "is no handle for this group" in forged
@@ -103,7 +116,14 @@ def test_training_over_two_ranks_gives_the_bits_of_gloo(pool: RankPool, way: str
 
 def test_mistakes_of_one_rank_are_named_and_the_group_goes_on(pool: RankPool) -> None:
     for said in pool.run(f"{PROGRAMS}:mistakes", ranks=2):
-        words = ["sparse", "uint16", "no mean of i32", "no and of f32", "split_sizes"]
+        words = [
+            "its sum or mean",
+            "no mean of torch.int64",
+            "uint16",
+            "no mean of i32",
+            "no and of f32",
+            "split_sizes",
+        ]
         for text, word in zip(said, words, strict=False):
             assert word in text, said
         assert said[-1] == "2.0"

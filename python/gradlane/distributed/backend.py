@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import DistBackendError
 
+from gradlane.distributed.sparse_entries import SparseEntries
 from gradlane.distributed.work import Futures, GradlaneWork
 from gradlane.training.torch_internals import c10d
 
@@ -32,6 +33,11 @@ _ELEMENTS = {
     torch.bool: "bool",
 }
 """Types that can be reduced; others are moved as bytes."""
+_PARTS_OF_COMPLEX: dict[torch.dtype | None, torch.dtype] = {
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+"""Sums and means of complex numbers are those of their parts."""
 _OPERATOR: Any = c10d.ReduceOp.RedOpType
 _REDUCTIONS = {
     _OPERATOR.SUM: "sum",
@@ -83,6 +89,7 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
         self._timeout_s = timeout.total_seconds()
         self._futures = Futures(group)
         self._process_id = os.getpid()
+        self._coalesced: list[GradlaneWork] | None = None
         _open.add(self)
 
     def replace(self, group: CoreGroup, rank: int, size: int) -> None:
@@ -145,8 +152,10 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
     # Collectives
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> GradlaneWork:
-        """Reduce a tensor of all ranks, in place."""
+        """Reduce a tensor of all ranks, in place; a sparse one is summed or averaged."""
         tensor = self._one("all_reduce", tensors)
+        if tensor.layout is torch.sparse_coo:
+            return self._reduce_sparse(tensor, opts)
         return self._run(
             "all_reduce", [], [tensor], opts, reduction=self._reduction("all_reduce", opts)
         )
@@ -267,6 +276,9 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
         opts: Any,
     ) -> GradlaneWork:
         """Give each rank its part of all ranks' tensors; splits count rows, none: equal parts."""
+        if not (output.is_contiguous() and tensor.is_contiguous()):
+            # As torch's other backends, and in their words.
+            raise ValueError("Tensors must be contiguous: all_to_all_single cuts them by rows")
         into, given = (
             self._splits("output", output, output_splits),
             self._splits("input", tensor, input_splits),
@@ -312,7 +324,7 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
         """Send a tensor to a rank."""
         tensor = self._one("send", tensors)
         check_tensor("send", tensor)
-        source = tensor if tensor.is_contiguous() else tensor.contiguous()
+        source = _plain(tensor)
         try:
             work = self._group.send(
                 to, tag & _TAG_MASK, source.data_ptr(), source.nbytes, self._timeout_s
@@ -341,6 +353,17 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
             raise self.failure(error) from None
         return self._work([work], [into], [tensor], _copy_back([(tensor, into)]))
 
+    # Several calls that end together
+
+    def start_coalescing(self) -> None:
+        """Begin to collect the works of all calls."""
+        self._coalesced = []
+
+    def end_coalescing(self) -> GradlaneWork:
+        """Return one work for the calls since `start_coalescing`."""
+        works, self._coalesced = self._coalesced or [], None
+        return self._join(works)
+
     # How calls are made
 
     def _run(
@@ -365,18 +388,16 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
                     f"{operation} of tensors of {dtype} and {tensor.dtype}: give one type"
                 )
             dtype = tensor.dtype
-        element = "bytes" if dtype is None else _ELEMENTS.get(dtype, "bytes")
+        parts = _PARTS_OF_COMPLEX.get(dtype) if reduction in ("sum", "mean") else None
+        element = "bytes" if dtype is None else _ELEMENTS.get(parts or dtype, "bytes")
         if reduction and element == "bytes":
             raise ValueError(
                 f"{operation} cannot reduce {dtype}; the backend gradlane reduces "
                 f"{', '.join(str(it).removeprefix('torch.') for it in _ELEMENTS)}"
             )
-        given = [it if it.is_contiguous() else it.contiguous() for it in inputs]
+        given = [_plain(it) for it in inputs]
         in_place = operation in ("all_reduce", "broadcast", "reduce")
-        into = [
-            it if it.is_contiguous() else (it.contiguous() if in_place else _place(it))
-            for it in outputs
-        ]
+        into = [_plain(it) if in_place else _place_for(it) for it in outputs]
         copied = [(it, place) for it, place in zip(outputs, into, strict=True) if it is not place]
         places = [_range(it) for it in given]
         results = [_range(it) for it in into]
@@ -412,13 +433,41 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
         outputs: list[torch.Tensor],
         finish: Any,
     ) -> GradlaneWork:
-        return GradlaneWork(
-            self._futures, self._group, works, tensors, outputs, self.failure, finish
+        number = self._group.begun()
+        work = GradlaneWork(
+            self._futures, self._group, works, tensors, outputs, self.failure, finish, number
         )
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def _join(self, works: Sequence[GradlaneWork]) -> GradlaneWork:
         """Return one work for several."""
         return GradlaneWork.joined(works, self._futures, self._group, self.failure)
+
+    def _reduce_sparse(self, tensor: torch.Tensor, opts: Any) -> GradlaneWork:
+        """Sum or average a sparse tensor of all ranks, in place, in the order of the ranks."""
+        reduction = self._reduction("all_reduce of a sparse tensor", opts)
+        entries = SparseEntries(tensor, self._ranks, reduction)
+        options = c10d.AllgatherOptions()
+        options.timeout, options.asyncOp = opts.timeout, False
+        shapes = [torch.empty_like(entries.shape) for _ in range(self._ranks)]
+        # How much each rank has must be known before there is room for it.
+        self.allgather([shapes], [entries.shape], options).wait()
+        indices, values = entries.places(shapes)
+        every = range(self._ranks)
+        works = [
+            self._run("all_to_all", [own for _ in every], places, opts)
+            for own, places in ((entries.indices, indices), (entries.values, values))
+        ]
+        return GradlaneWork.joined(
+            works,
+            self._futures,
+            self._group,
+            self.failure,
+            outputs=[tensor],
+            then=lambda: entries.add(indices, values),
+        )
 
     def failure(self, error: Exception) -> Exception:
         """Return the exception of torch for one of the core."""
@@ -515,8 +564,20 @@ def _place(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's values are the bytes at its address."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy whose values are the bytes at its address."""
+    if _is_plain(tensor):
+        return tensor
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def _place_for(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_contiguous() else _place(tensor)
+    return tensor if _is_plain(tensor) else _place(tensor)
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:

@@ -17,7 +17,15 @@ from torch.futures import Future
 
 from gradlane.training.torch_internals import c10d
 
-_FORWARDED = ("is_completed", "is_success", "exception", "source_rank", "_source_rank", "result")
+_FORWARDED = (
+    "is_completed",
+    "is_success",
+    "exception",
+    "source_rank",
+    "_source_rank",
+    "result",
+    "_get_sequence_number",
+)
 
 
 class _Probe(threading.local):

@@ -91,6 +91,12 @@ class Handle:
         return signer.sign(_PATH, json.dumps(self.__dict__)).decode()
 
 
+class _Members(GradlaneBackend):
+    """The backend of a group that can be reconfigured, as torch finds it for a device."""
+
+    supports_reconfigure = True
+
+
 class ReconfigurableGroup(c10d.ProcessGroup):  # type: ignore[misc]
     """A process group that opens a new membership each time it is reconfigured.
 
@@ -118,7 +124,7 @@ class ReconfigurableGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._options, self._store, self._own_name = options, store, name
         self._timeout = timeout
         none: Any = NoMembers(name)
-        self._members = GradlaneBackend(none, rank, size, name, timeout)
+        self._members = _Members(none, rank, size, name, timeout)
         kind = c10d.ProcessGroup.BackendType.CUSTOM
         self._set_default_backend(kind)
         for device in ("cpu", "cuda"):
@@ -182,9 +188,9 @@ class ReconfigurableGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 by the ranks before.
 
         Raises:
-            DistBackendError: a handle is wrong, this process has none among them, or a member did
-                not come in time.
-            ValueError: the number was used, a hint was given, or handles are missing or doubled.
+            DistBackendError: a handle is wrong, this process has none among them, the number was
+                used, or a member did not come in time.
+            ValueError: a hint was given, or handles are missing or doubled.
         """
         assert self.supports_reconfigure
         connector, texts = self._connector, list(opts.handles)
@@ -222,8 +228,8 @@ class ReconfigurableGroup(c10d.ProcessGroup):  # type: ignore[misc]
         if len(set(texts)) != len(texts):
             raise ValueError(f"{where}: reconfigure was given a handle twice")
         if opts.uuid in self._used:
-            raise ValueError(
-                f"{where}: the number {opts.uuid} was used before: give each call a new one"
+            raise DistBackendError(
+                f"{where}: the number {opts.uuid} was already used: give each call a new one"
             )
         if opts.hints:
             raise ValueError(f"{where}: there are no hints, and {opts.hints} were given")

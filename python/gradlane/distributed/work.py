@@ -15,7 +15,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from gradlane.distributed.forwarding import answer
-from gradlane.training.torch_internals import c10d
+from gradlane.training.torch_internals import c10d, leave_work_list
 
 if TYPE_CHECKING:
     from gradlane.distributed.core import CoreGroup, CoreWork
@@ -39,8 +39,10 @@ class GradlaneWork(c10d.Work):  # type: ignore[misc]
         outputs: list[torch.Tensor],
         failure: Callable[[Exception], Exception],
         finish: Callable[[], None] | None,
+        number: int = 0,
     ) -> None:
         super().__init__()
+        self._number = number
         self._futures, self._group, self._works = futures, group, works
         self._tensors: list[torch.Tensor] | None = tensors
         self._outputs, self._failure, self._finish = outputs, failure, finish
@@ -54,16 +56,31 @@ class GradlaneWork(c10d.Work):  # type: ignore[misc]
         futures: Futures,
         group: CoreGroup,
         failure: Callable[[Exception], Exception],
+        *,
+        outputs: list[torch.Tensor] | None = None,
+        then: Callable[[], None] = lambda: None,
     ) -> GradlaneWork:
-        """Return one work for several, which ends with the last of them."""
+        """Return one work for several, which ends with the last of them.
+
+        Args:
+            works: of one group.
+            futures: of the group.
+            group: theirs.
+            failure: makes torch's exception of the core's.
+            outputs: in place of those of the works.
+            then: called once all works have ended.
+        """
 
         def finish() -> None:
             for work in works:
                 work._complete()
+            then()
 
         calls = [call for work in works for call in work._works]
-        outputs = [output for work in works for output in work._outputs]
-        return cls(futures, group, calls, [], outputs, failure, finish)
+        if outputs is None:
+            outputs = [output for work in works for output in work._outputs]
+        number = works[-1]._number if works else 0
+        return cls(futures, group, calls, [], outputs, failure, finish, number)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait until the call has ended.
@@ -81,6 +98,7 @@ class GradlaneWork(c10d.Work):  # type: ignore[misc]
         except Exception as error:
             raise self._failure(error) from None
         self._complete()
+        leave_work_list(self._outputs)
         return True
 
     def is_completed(self) -> bool:
@@ -102,6 +120,10 @@ class GradlaneWork(c10d.Work):  # type: ignore[misc]
             except Exception as error:
                 return self._failure(error)
         return None
+
+    def _get_sequence_number(self) -> int:
+        """Return how many collectives this rank had begun in the group, with this one."""
+        return self._number
 
     def missing_ranks(self) -> list[int]:
         """Return the ranks that did not come in time to a call that timed out."""

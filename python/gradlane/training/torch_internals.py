@@ -757,6 +757,16 @@ def abort_group(group: Any) -> None:
             return
 
 
+def leave_work_list(outputs: Iterable[torch.Tensor]) -> None:
+    """Take a work that was waited for from torch's list of works by their tensors.
+
+    Torch has the list while collectives may be inputs of graphs; each of its own works does this.
+    """
+    if c10d._allow_inflight_collective_as_graph_input():
+        for output in outputs:
+            torch.ops._c10d_functional.wait_tensor(output)
+
+
 # ---- FSDP2, whose parts `training/sharded` looks for where a sharded model is prepared
 
 DIVISORS = "_get_gradient_divide_factors"
