@@ -1,10 +1,9 @@
 //! The interface of a scheme: a component with private state; all else that it may touch is in [`Cx`].
 
-use crate::api::{BufferRef, PayloadDest};
+use crate::api::{BufferRef, PayloadDest, Validated};
 use crate::cx::Cx;
 use crate::rank_set::RankSet;
 use crate::transmit::{OrderKey, PendingEncode};
-use crate::violation::Validated;
 use gradlane_units::{Rank, TensorId};
 use gradlane_wire::{FrameHeader, FrameKind};
 

@@ -4,34 +4,30 @@
 pub(crate) mod blame;
 mod contributors;
 mod coordinator;
-mod frame_checks;
 mod goodbye;
 mod interrupted_step;
 mod lost_ranks;
 mod median_window;
 mod priority_switch;
-mod siblings;
 
 pub(crate) use coordinator::StepEntry;
 
-use crate::api::{EngineOptions, Event, Failure, Outstanding, UsageError};
+use crate::api::{violation, EngineOptions, Event, Failure, Outstanding, UsageError, Validated};
 use crate::clock::Clock;
 use crate::lane::Lane;
 use crate::membership::Membership;
 use crate::plan::Plan;
-use crate::violation::{violation, Validated};
+use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 use blame::{Blame, REASON_BYTES_MAX};
 use contributors::{check_frame, Contributors};
-use frame_checks::check_control;
 use goodbye::Session;
-use gradlane_units::{Priority, Rank, Step, TensorId, Time};
+use gradlane_units::{Priority, Rank, SquareSum, Step, TensorId, Time};
 use gradlane_wire::{escaped, FrameHeader, FrameKind};
-use interrupted_step::Changes;
+use interrupted_step::{Changes, Holdings};
 use priority_switch::PrioritySwitch;
-use siblings::Siblings;
 
 #[derive(Debug)]
 pub(crate) struct Control {
@@ -465,5 +461,105 @@ impl Control {
         if !self.session.is_over() {
             self.session.fail(&mut lane.cx, failure);
         }
+    }
+}
+
+// The other lanes of this rank, where training goes on when ranks are lost. In the first lane the ranks agree on who
+// goes on; it tells the others, and each of them finishes the step in flight with its own peers. It says goodbye
+// when the others need nobody any more, so all of a rank's lanes are there until no rank needs any.
+
+/// What a lane knows of the others of its rank.
+#[derive(Debug, Default)]
+pub(crate) struct Siblings {
+    /// In the first: lanes in which all ranks have said goodbye, and nothing is owed.
+    through: u32,
+    /// In the others: whether the first has been told that of this one.
+    has_told: bool,
+    /// In the first: peers that another lane has lost, until when the peer may end this lane's connection too and
+    /// say why, and the reason.
+    lost: BTreeMap<Rank, (Time, String)>,
+}
+
+impl Siblings {
+    /// Whether all have said goodbye in this lane, which is not the first.
+    pub(crate) fn is_through(&self) -> bool {
+        self.has_told
+    }
+
+    /// All have said goodbye in this lane, which is not the first; whether the first is to be told.
+    pub(crate) fn note_through(&mut self) -> bool {
+        !core::mem::replace(&mut self.has_told, true)
+    }
+
+    /// All have said goodbye in another lane.
+    pub(crate) fn note_other_through(&mut self) {
+        self.through += 1;
+    }
+
+    /// Whether all have said goodbye in so many other lanes.
+    pub(crate) fn are_through(&self, other_lanes: u32) -> bool {
+        self.through == other_lanes
+    }
+
+    /// Another lane has lost a peer, which may end this lane's connection until `due`.
+    pub(crate) fn note_lost(&mut self, peer: Rank, due: Time, reason: String) {
+        self.lost.entry(peer).or_insert((due, reason));
+    }
+
+    /// A peer that only another lane has lost for long enough, and the reason.
+    pub(crate) fn take_due(&mut self, now: Time) -> Option<(Rank, String)> {
+        let peer = self.lost.iter().find(|(_, (due, _))| *due <= now).map(|(&peer, _)| peer)?;
+        self.lost.remove(&peer).map(|(_, reason)| (peer, reason))
+    }
+
+    pub(crate) fn poll_timeout(&self) -> Option<Time> {
+        self.lost.values().map(|(due, _)| *due).min()
+    }
+}
+
+// Checks of control frames: the length of each kind.
+
+/// Longest reason in an abort frame.
+const ABORT_TEXT_BYTES_MAX: u32 = 4096;
+
+/// Checks the length of a control frame.
+pub(crate) fn check_control(plan: &Plan, header: &FrameHeader) -> Validated<()> {
+    let FrameHeader { kind, length, .. } = *header;
+    match kind {
+        FrameKind::Abort if length <= ABORT_TEXT_BYTES_MAX => Ok(()),
+        FrameKind::Abort => violation(format!("an abort with a reason of {length} bytes")),
+        FrameKind::SquareSum => {
+            let bytes = SquareSum::BYTES_MIN as u32..=SquareSum::BYTES_MAX as u32;
+            if bytes.contains(&length) {
+                return Ok(());
+            }
+            violation(format!("a sum of squares of {length} bytes"))
+        }
+        FrameKind::Membership => {
+            let most = Membership::message_bytes_max(plan.world_size);
+            if length as usize <= most {
+                return Ok(());
+            }
+            violation(format!("a message on membership of {length} bytes; at most {most}"))
+        }
+        FrameKind::Holdings => {
+            let expected = Holdings::payload_bytes(plan);
+            if length as usize == expected {
+                return Ok(());
+            }
+            violation(format!("holdings of {length} bytes instead of {expected}"))
+        }
+        FrameKind::Suspect | FrameKind::Resumed if length == 4 => Ok(()),
+        FrameKind::Resumed => violation(format!("a resumption of {length} bytes")),
+        FrameKind::Suspect => violation(format!("a suspicion of {length} bytes")),
+        FrameKind::PlanSwitch => {
+            let expected = 8 + 4 * plan.tensors.len() as u64;
+            if u64::from(length) == expected {
+                return Ok(());
+            }
+            violation(format!("a priority vector of {length} bytes instead of {expected}"))
+        }
+        _ if length == 0 => Ok(()),
+        _ => violation(format!("{kind:?} with a payload of {length} bytes")),
     }
 }

@@ -9,21 +9,16 @@
 //!
 //! Where a tensor has a root, blocks go to that rank alone: see `root`.
 
-mod blocks;
-mod root;
-
 use crate::aggregator::Aggregator;
-use crate::api::{BufferRef, Event, Memory, PayloadDest, Region, UsageError};
+use crate::api::{violation, BufferRef, Event, Memory, PayloadDest, Region, UsageError, Validated};
 use crate::cx::Cx;
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
 use crate::transmit::{Body, Message, OrderKey, PendingEncode};
-use crate::violation::{violation, Validated};
 use crate::worker::Submission;
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
-use blocks::{Block, Blocks};
 use gradlane_units::{Rank, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 
@@ -315,4 +310,174 @@ impl Aggregator for Gather {
         missing.remove(cx.rank());
         missing
     }
+}
+
+// Gather to a root: every rank's block goes to one rank, the tensor's root, which returns one block to all
+// (Project Adam, Chilimbi et al., OSDI 2014, section 4.3: factors to the server, the whole matrix
+// back). The application makes the result; without a block there is none.
+//
+// The tensor is ready where the result is: on the root once it has left, elsewhere once it is here.
+// Until then no rank gives a block of the next step, so a root hears of two steps at most.
+
+impl Gather {
+    /// The application has the root's result.
+    pub(crate) fn send_result(
+        &mut self,
+        cx: &mut Cx,
+        tensor: TensorId,
+        step: Step,
+        bytes: u64,
+    ) -> Result<(), UsageError> {
+        if self.of(tensor, step).is_none_or(|it| it.result != RootResult::Requested) {
+            let name = &cx.plan().tensor(tensor).spec.name;
+            let what = format!("no result of this rank is awaited for {name:?} in {step}");
+            return Err(UsageError::Argument(what));
+        }
+        self.broadcast_result(cx, tensor, step, Some(bytes));
+        Ok(())
+    }
+
+    fn broadcast_result(&mut self, cx: &mut Cx, tensor: TensorId, step: Step, bytes: Option<u64>) {
+        let others = cx.plan().workers_but(cx.rank());
+        self.entry(tensor, step).result = RootResult::Sent(bytes);
+        self.send(cx, tensor, step, &others, bytes);
+        self.complete_root(cx, tensor, step, cx.rank());
+    }
+
+    /// Requests the result once all blocks are here, and tells of the tensor when the result is.
+    fn complete_root(&mut self, cx: &mut Cx, tensor: TensorId, step: Step, root: Rank) {
+        let ranks = cx.plan().workers();
+        let Some(all) = self.of(tensor, step).filter(|it| it.is_queued) else {
+            return;
+        };
+        if root != cx.rank() {
+            let result = all.of.get(&root).copied().filter(Block::is_here);
+            if let Some(result) = result.filter(|_| all.unsent == 0) {
+                self.take_result(cx, tensor, step, root, result);
+            }
+            return;
+        }
+        match all.result {
+            RootResult::Collecting => {
+                if all.here() + 1 < ranks as usize {
+                    return;
+                }
+                let blocks = all.regions(tensor, cx.rank(), ranks);
+                if blocks.iter().all(Option::is_none) {
+                    return self.broadcast_result(cx, tensor, step, None);
+                }
+                let buffers = all.buffers();
+                self.entry(tensor, step).result = RootResult::Requested;
+                self.held.insert((tensor, step), buffers);
+                cx.tell(Event::RootRequest { tensor, step, blocks });
+            }
+            RootResult::Sent(bytes) if all.unsent == 0 => {
+                self.under_way.remove(&(tensor, step));
+                all_done(cx, tensor, bytes.is_some());
+            }
+            RootResult::Requested | RootResult::Sent(_) => {}
+        }
+    }
+
+    fn take_result(
+        &mut self,
+        cx: &mut Cx,
+        tensor: TensorId,
+        step: Step,
+        root: Rank,
+        result: Block,
+    ) {
+        self.under_way.remove(&(tensor, step));
+        let (region, buffers) = match result {
+            Block::Whole(buffer) => (Some(buffer.whole()), Vec::from([buffer])),
+            Block::Empty => {
+                let memory = Memory::Gradient(tensor);
+                (Some(Region { memory, offset: 0, length: 0 }), Vec::new())
+            }
+            Block::Arriving { .. } | Block::Absent => (None, Vec::new()),
+        };
+        let ranks = (0..cx.plan().workers()).map(Rank);
+        let blocks = ranks.map(|rank| region.filter(|_| rank == root)).collect();
+        self.ready(cx, tensor, step, blocks, buffers);
+    }
+}
+
+// The blocks of one tensor in one step.
+
+/// The block of another rank.
+#[derive(Clone, Copy, Debug)]
+enum Block {
+    Arriving {
+        buffer: BufferRef,
+        received_bytes: u64,
+    },
+    Whole(BufferRef),
+    /// A block without bytes.
+    Empty,
+    Absent,
+}
+
+impl Block {
+    fn is_here(&self) -> bool {
+        !matches!(self, Block::Arriving { .. })
+    }
+}
+
+/// The blocks of one tensor in one step.
+#[derive(Debug, Default)]
+struct Blocks {
+    of: BTreeMap<Rank, Block>,
+    /// Bytes of this rank's own block; none where it has none, or not yet.
+    own_bytes: Option<u64>,
+    /// Whether this rank's own block, or word that there is none, is on its way.
+    is_queued: bool,
+    /// Messages of this rank, one a slice and receiver, that are not yet with the kernel.
+    unsent: u32,
+    /// On the root.
+    result: RootResult,
+}
+
+impl Blocks {
+    /// Number of blocks of other ranks that are here.
+    fn here(&self) -> usize {
+        self.of.values().filter(|block| block.is_here()).count()
+    }
+
+    fn is_here(&self, rank: Rank) -> bool {
+        self.of.get(&rank).is_some_and(Block::is_here)
+    }
+
+    /// All blocks by rank, as `rank` has them.
+    fn regions(&self, tensor: TensorId, rank: Rank, ranks: u32) -> Vec<Option<Region>> {
+        let of_this_rank =
+            |bytes| Region { memory: Memory::Gradient(tensor), offset: 0, length: bytes };
+        let block = |from: Rank| match self.of.get(&from) {
+            Some(Block::Whole(buffer)) => Some(buffer.whole()),
+            Some(Block::Empty) => Some(of_this_rank(0)),
+            Some(_) => None,
+            None => self.own_bytes.filter(|_| from == rank).map(of_this_rank),
+        };
+        (0..ranks).map(Rank).map(block).collect()
+    }
+
+    /// Where whole blocks lie.
+    fn buffers(&self) -> Vec<BufferRef> {
+        let whole = |block: &Block| match block {
+            Block::Whole(buffer) => Some(*buffer),
+            _ => None,
+        };
+        self.of.values().filter_map(whole).collect()
+    }
+}
+
+/// How far the root of a tensor is with its result in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum RootResult {
+    /// Blocks are missing.
+    #[default]
+    Collecting,
+    /// The application has all blocks.
+    Requested,
+    /// The result is on its way: this many bytes, or none.
+    Sent(Option<u64>),
 }

@@ -2,7 +2,9 @@
 //! and given back. It knows no session and no lost rank.
 
 use crate::aggregator::Aggregator;
-use crate::api::{EngineOptions, Job, JobResult, Outstanding, PayloadDest, UsageError};
+use crate::api::{
+    violation, EngineOptions, Job, JobResult, Outstanding, PayloadDest, UsageError, Validated,
+};
 use crate::cx::{Cx, Next};
 use crate::gather::{self, Gather};
 use crate::jobs::{Done, Queued, Running, Task, Then, Written};
@@ -11,7 +13,6 @@ use crate::ps::{lacks_initial, pull_deferred, ParameterServer};
 use crate::rank_set::RankSet;
 use crate::ring::Ring;
 use crate::transmit::PendingEncode;
-use crate::violation::{violation, Validated};
 use crate::worker::Submission;
 use alloc::collections::BTreeMap;
 use alloc::format;

@@ -19,7 +19,6 @@ mod aggregator;
 mod api;
 mod buffers;
 mod clock;
-mod contribution;
 mod control;
 mod cx;
 mod engine;
@@ -34,7 +33,6 @@ mod ps;
 mod rank_set;
 mod ring;
 mod transmit;
-mod violation;
 mod worker;
 
 pub use api::*;

@@ -24,10 +24,9 @@ mod round;
 #[cfg(test)]
 mod tests;
 
-use crate::api::GoingOn;
+use crate::api::{violation, GoingOn, Validated};
 use crate::control::blame::Blame;
 use crate::rank_set::RankSet;
-use crate::violation::{violation, Validated};
 use agreement::Change;
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::format;

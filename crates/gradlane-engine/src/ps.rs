@@ -2,12 +2,8 @@
 //! once in rank order, and sends the result to all by the strategy's pull rule.
 
 mod async_owner;
-mod collecting;
-mod contribution_set;
-mod dedicated;
 mod owner;
 mod pull;
-mod results;
 mod server_commands;
 mod stragglers;
 
@@ -15,22 +11,24 @@ pub(crate) use async_owner::lacks_initial;
 pub(crate) use pull::pull_deferred;
 
 use crate::aggregator::Aggregator;
-use crate::api::{BufferRef, PayloadDest, UsageError};
-use crate::contribution::Contribution;
+use crate::api::{
+    violation, BufferRef, Job, Operation, Outstanding, PayloadDest, Region, UsageError, Validated,
+};
 use crate::cx::Cx;
-use crate::plan::{Plan, Scheme, Slice};
+use crate::jobs::{Contribution, Done, PsTask, PsWritten, Running, Then, Written};
+use crate::kept_results::KeptResult;
+use crate::plan::{Plan, PullRule, Scheme, Slice, Synchrony};
 use crate::rank_set::RankSet;
 use crate::transmit::{Body, Message, OrderKey, PendingEncode};
-use crate::violation::{violation, Validated};
-use crate::worker::Submission;
+use crate::worker::{Arrived, Submission};
 use alloc::format;
 use alloc::vec::Vec;
 use async_owner::AsyncOwners;
-use gradlane_units::{Rank, SliceId, Step, TensorId};
+use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
-use owner::{OwnedSlice, Owner};
+use owner::{OwnedSlice, Owner, PendingBroadcast, ReductionInput};
 use server_commands::ServerCommands;
-use stragglers::Stragglers;
+use stragglers::{is_early, Stragglers};
 
 #[derive(Debug)]
 pub(crate) struct ParameterServer {
@@ -293,5 +291,463 @@ impl ParameterServer {
         for slice in self.owner.slices() {
             self.reduce_if_decided(cx, slice);
         }
+    }
+}
+
+// Contributions to owned slices: where pushes land, and the reduction of all that count.
+
+/// Pushes.
+impl ParameterServer {
+    fn land_push(
+        &mut self,
+        cx: &mut Cx,
+        from: Rank,
+        header: &FrameHeader,
+    ) -> Validated<PayloadDest> {
+        if self.owner.is_late(cx.plan(), header) {
+            return self.stragglers.land_late_push(cx, from, header);
+        }
+        self.commands.check_push(cx, from, header)?;
+        let contributes = self.contributes(cx, from, header.step);
+        let expected = self.expected_step(cx, from, header)?;
+        let has_body = !header.flags.contains(FrameFlags::ABSENT);
+        let what = || cx.describe(header);
+        // A push that is applied alone is like no other.
+        let is_async = cx.plan().is_async(header.step);
+        let owned = self.owner.get_mut(header.slice).ok_or("not owned")?;
+        if expected != header.step || owned.is_reducing() || !contributes {
+            let state = if owned.is_reducing() { "reduces" } else { "collects for" };
+            return violation(format!("{}, but this rank {state} {expected}", what()));
+        }
+        let arrived = owned.contributions().received_bytes(from);
+        if owned.contributions().has(from) || arrived != header.offset {
+            let offset = header.offset;
+            return violation(format!("{} at offset {offset} after {arrived} bytes", what()));
+        }
+        if has_body && !is_async && !owned.accepts_form(header.form) {
+            let form = header.form;
+            return violation(format!("{} as {form:?}, unlike other contributions", what()));
+        }
+        if header.length == 0 {
+            return Ok(PayloadDest::Nothing);
+        }
+        let bytes = cx.plan().bytes_as(header.slice, header.form);
+        let buffer = owned.contributions_mut().landing(from, || cx.acquire(bytes));
+        Ok(PayloadDest::Region(buffer.whole().part(header.offset, header.length)))
+    }
+
+    /// The step that a push of this rank may be for now.
+    fn expected_step(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<Step> {
+        let owned = self.owner.get(header.slice).ok_or("not owned")?;
+        let absent = header.flags.contains(FrameFlags::ABSENT);
+        if lacks_initial(cx.plan(), header.step, from, absent) {
+            return violation(format!("{} without a value to start from", cx.describe(header)));
+        }
+        if !cx.plan().is_async(owned.step()) {
+            return Ok(owned.step());
+        }
+        let expected = self.async_owners.expected(header.slice, from);
+        expected.or_else(|reason| violation(format!("{}: {}", cx.describe(header), reason.0)))
+    }
+
+    fn take_push(&mut self, cx: &mut Cx, from: Rank, header: &FrameHeader) {
+        if self.owner.is_late(cx.plan(), header) {
+            return self.stragglers.take_late_push(cx, from, header);
+        }
+        let contributions = self.owner.owned(header.slice).contributions_mut();
+        contributions.receive(from, header.length);
+        if header.flags.contains(FrameFlags::LAST) {
+            let whole = match contributions.take_arrived(from) {
+                Some(arriving) => Contribution::arrived(arriving, header.form),
+                None => Contribution::Absent,
+            };
+            self.add_contribution(cx, header.slice, from, whole, header.priority);
+        }
+    }
+}
+
+/// Reductions.
+impl ParameterServer {
+    /// A rank's contribution to an owned slice is whole.
+    fn add_contribution(
+        &mut self,
+        cx: &mut Cx,
+        slice: SliceId,
+        rank: Rank,
+        contribution: Contribution,
+        priority: Priority,
+    ) {
+        let owned = self.owner.owned(slice);
+        let step = owned.step();
+        if cx.plan().is_async(step) {
+            return self.async_owners.push(cx, slice, rank, contribution, priority);
+        }
+        if !owned.add(rank, contribution, priority) {
+            let name = cx.plan().name_of(slice);
+            return cx.abort(format!(
+                "some ranks sent {name:?} encoded in {step} and others as it is: all ranks have to \
+                 do the same"
+            ));
+        }
+        if cx.plan().drops_stragglers(step) {
+            self.reduce_if_decided(cx, slice);
+        } else if let Some(all) = owned.take_all(cx.plan().contributors(step) as usize) {
+            self.reduce(cx, slice, all);
+        }
+    }
+
+    /// Reduces a slice once its contributors are known and all of them have contributed.
+    fn reduce_if_decided(&mut self, cx: &mut Cx, slice: SliceId) {
+        let owned = self.owner.owned(slice);
+        let step = owned.step();
+        let Some(mut all) = self.stragglers.set(step).and_then(|set| owned.take_decided(set))
+        else {
+            return;
+        };
+        self.stragglers.expect_late_pushes(slice, step, core::mem::take(&mut all.arriving));
+        for (_, dropped) in core::mem::take(&mut all.dropped) {
+            if let Some(buffer) = dropped.buffer() {
+                cx.release(buffer);
+            }
+        }
+        self.reduce(cx, slice, all);
+    }
+
+    /// All contributions to a slice that count are here.
+    fn reduce(&mut self, cx: &mut Cx, slice: SliceId, all: ReductionInput) {
+        let ReductionInput { step, priority, counted, .. } = all;
+        // The mean over one rank is its gradient, which is in place already, unless it is encoded. In a step
+        // whose contributions travel raw the driver may put state in the place of the mean.
+        let is_result = cx.others().is_empty()
+            && counted.iter().all(|&(_, it)| it.form() != Some(PayloadForm::Encoded))
+            && !cx.worker().sends_raw()
+            && !cx.plan().updates_on_server(step, cx.plan().slice(slice).tensor)
+            && cx.plan().strategy.synchrony != Synchrony::Async;
+        if counted.iter().all(|&(_, it)| it == Contribution::Absent) {
+            self.deliver(cx, slice, step, None, PayloadForm::Raw, false);
+        } else if is_result {
+            self.deliver(cx, slice, step, None, PayloadForm::Raw, true);
+        } else {
+            cx.queue_job_at(priority, slice, step, PsTask::Reduce(counted));
+        }
+    }
+
+    /// Starts a job that the driver has asked for.
+    pub(crate) fn start(&mut self, cx: &mut Cx, slice: SliceId, step: Step, task: PsTask) -> Job {
+        match task {
+            PsTask::Reduce(counted) => {
+                let parameters = self.commands.parameters(cx, slice);
+                start_reduce(cx, (slice, step), &counted, parameters)
+            }
+            PsTask::Apply(push) => self.async_owners.start(cx, slice, push),
+        }
+    }
+
+    /// The driver has done a job.
+    pub(crate) fn job_done(&mut self, cx: &mut Cx, done: Done, written: PsWritten) {
+        let Done { slice, step, output } = done;
+        match written {
+            PsWritten::Result { form, in_place } => {
+                self.deliver(cx, slice, step, Some(output), form, in_place);
+            }
+            PsWritten::State(push) => self.async_owners.applied(cx, slice, push, output),
+        }
+    }
+}
+
+/// The reduction of contributions: raw ones are added up into one of their buffers, encoded ones are
+/// decoded, added up and encoded into another. With updates on the server the mean is applied.
+fn start_reduce(
+    cx: &mut Cx,
+    (slice, step): (SliceId, Step),
+    counted: &[(Rank, Contribution)],
+    parameters: Region,
+) -> Job {
+    let region = |&(_, it): &(Rank, Contribution)| match it {
+        Contribution::Own => Some(cx.gradient_region(slice)),
+        Contribution::Buffer(buffer) | Contribution::Encoded(buffer) => Some(buffer.whole()),
+        Contribution::Absent => None,
+    };
+    let inputs: Vec<Region> = counted.iter().filter_map(region).collect();
+    let (absent, divisor) = (inputs.len() < counted.len(), counted.len() as u32);
+    let mut spent: Vec<BufferRef> = counted.iter().filter_map(|(_, it)| it.buffer()).collect();
+    let encoded = counted.iter().any(|(_, it)| it.form() == Some(PayloadForm::Encoded));
+    let apply = cx.plan().updates_on_server(step, cx.plan().slice(slice).tensor);
+    let form = if encoded && !apply { PayloadForm::Encoded } else { PayloadForm::Raw };
+    cx.forget_kept(slice);
+    let reused = !encoded && !spent.is_empty();
+    let buffer = if reused { spent.remove(0) } else { cx.acquire(cx.plan().bytes_as(slice, form)) };
+    let output = buffer.whole();
+    let is_current = step == cx.step();
+    let copy_to = cx.open_region(slice).filter(|_| is_current && !apply);
+    let written = PsWritten::Result { form, in_place: copy_to.is_some() };
+    let operation = match (encoded, apply) {
+        (false, false) => Operation::Reduce { inputs, absent, divisor, output, copy_to },
+        (false, true) => Operation::ReduceApply { inputs, absent, divisor, parameters, output },
+        (true, false) => Operation::DecodeReduceEncode { inputs, absent, divisor, output, copy_to },
+        (true, true) => {
+            Operation::DecodeReduceApply { inputs, absent, divisor, parameters, output }
+        }
+    };
+    let then = Then::Wrote(buffer, Written::Ps(written));
+    cx.start(operation, Running { slice, step, spent, then })
+}
+
+// Results: what an owner gives to all ranks, and where they land.
+
+/// Results.
+impl ParameterServer {
+    /// The result of an owned slice is there: gives it to this rank's worker and to the others.
+    /// Without a buffer it is either in place (`in_place`) or absent everywhere.
+    fn deliver(
+        &mut self,
+        cx: &mut Cx,
+        slice: SliceId,
+        step: Step,
+        buffer: Option<BufferRef>,
+        form: PayloadForm,
+        in_place: bool,
+    ) {
+        let (priority, early_pulls) = self.owner.owned(slice).advance();
+        if step.is_initial() {
+            self.async_owners.keep_initial(cx, slice, buffer);
+        }
+        self.offer(cx, slice, step, buffer, form, priority);
+        for rank in early_pulls {
+            self.serve_pull(cx, slice, step, rank);
+        }
+        if cx.is_dedicated_server() {
+            self.note_served(cx, step);
+            buffer.into_iter().for_each(|result| self.commands.keep(cx, slice, step, result));
+        } else if is_early(cx, step) {
+            self.stragglers.keep_early(cx, slice, step, buffer, form);
+        } else {
+            match buffer {
+                Some(buffer) if !in_place => {
+                    cx.retain(buffer);
+                    cx.result_in_buffer(slice, buffer, form);
+                }
+                None if !in_place => cx.result_without_bytes(slice, false),
+                _ => {
+                    if let Some(buffer) = buffer {
+                        cx.keep_result(slice, buffer, form);
+                    }
+                    cx.slice_done(slice, true);
+                }
+            }
+        }
+        if let Some(buffer) = buffer {
+            cx.release(buffer);
+        }
+        if cx.plan().strategy.pull == PullRule::AfterNotice && !cx.is_dedicated_server() {
+            pull::announced(cx, cx.plan().slice(slice).tensor);
+        }
+    }
+
+    /// Keeps a result for the ranks that are owed it and sends it, or a notice of it.
+    fn offer(
+        &mut self,
+        cx: &mut Cx,
+        slice: SliceId,
+        step: Step,
+        buffer: Option<BufferRef>,
+        form: PayloadForm,
+        priority: Priority,
+    ) {
+        let others = cx.plan().workers_but(cx.rank());
+        if others.is_empty() {
+            return;
+        }
+        if let Some(buffer) = buffer {
+            cx.retain(buffer);
+        }
+        // Step 0 is sent unasked whatever the rule: there is no iteration to start yet.
+        let unasked = cx.plan().strategy.pull == PullRule::Broadcast || step.is_initial();
+        let to_pull = if unasked { RankSet::empty(cx.plan().world_size) } else { others.clone() };
+        let to_send = others.clone();
+        let pending = PendingBroadcast { buffer, form, to_pull, to_send, priority };
+        self.owner.keep(slice, step, pending);
+        if unasked {
+            let message = cx.result_message(slice, step, (buffer, form), priority);
+            let key = cx.result_key(step, priority, slice);
+            cx.send_shared(others, key, message);
+        } else if cx.plan().strategy.pull == PullRule::AfterNotice {
+            let header = cx.slice_header(FrameKind::Notify, step, slice, priority);
+            cx.send_control(others, header, Body::Empty);
+        }
+    }
+
+    fn take_pull(&mut self, cx: &mut Cx, from: Rank, header: &FrameHeader) {
+        if self.owner.pending(header.slice, header.step).is_some() {
+            self.serve_pull(cx, header.slice, header.step, from);
+        } else {
+            self.owner.owned(header.slice).pull_early(from);
+        }
+    }
+
+    /// A rank that is owed a result pulls it.
+    fn serve_pull(&mut self, cx: &mut Cx, slice: SliceId, step: Step, rank: Rank) {
+        if let Some(pending) = self.owner.pull(slice, step, rank) {
+            let (result, priority) = ((pending.buffer, pending.form), pending.priority);
+            let message = cx.result_message(slice, step, result, priority);
+            let key = cx.result_key(step, priority, slice);
+            cx.send(rank, key, message);
+        }
+    }
+
+    fn land_broadcast(
+        &mut self,
+        cx: &mut Cx,
+        from: Rank,
+        header: &FrameHeader,
+    ) -> Validated<PayloadDest> {
+        if is_early(cx, header.step) {
+            return self.stragglers.land_early(cx, from, header);
+        }
+        let what = || cx.describe(header);
+        let step = cx.step();
+        if header.step != step {
+            return violation(format!("{}, but this rank is in {step}", what()));
+        }
+        // A straggler may not have heard yet that it is left out.
+        let owes = self.contributes(cx, cx.rank(), step) && !cx.plan().drops_stragglers(step);
+        if owes && cx.worker().submission(header.tensor) == Submission::Missing {
+            return violation(format!("{} without a contribution of this rank", what()));
+        }
+        let pulls = cx.plan().strategy.pull != PullRule::Broadcast && !step.is_initial();
+        if pulls && !cx.worker().has_pulled(header.tensor) {
+            return violation(format!("{} unasked", what()));
+        }
+        if from == cx.rank() {
+            return violation(format!("{} from this rank itself", what()));
+        }
+        cx.worker().check_result(header, what)?;
+        if header.length == 0 {
+            return Ok(PayloadDest::Nothing);
+        }
+        Ok(PayloadDest::Region(cx.place_result(header, false)))
+    }
+
+    fn take_broadcast(&mut self, cx: &mut Cx, header: &FrameHeader) {
+        if is_early(cx, header.step) {
+            return self.stragglers.take_early(header);
+        }
+        match cx.receive_result(header) {
+            Arrived::Part => {}
+            Arrived::Buffered(..) => cx.install_if_open(header.slice),
+            Arrived::InPlace => cx.slice_done(header.slice, true),
+            // An absent slice, or an empty one.
+            Arrived::Empty => {
+                let absent = header.flags.contains(FrameFlags::ABSENT);
+                cx.result_without_bytes(header.slice, !absent);
+            }
+        }
+    }
+
+    /// Whether every result is with the kernel of all ranks that it is owed to.
+    pub(crate) fn has_delivered_all(&self) -> bool {
+        self.owner.has_delivered_all()
+    }
+}
+
+/// Results since ranks were lost.
+impl ParameterServer {
+    /// Sends a result that this rank has to others that lack it, whoever owns the slice.
+    pub(crate) fn resend(&mut self, cx: &mut Cx, slice: SliceId, step: Step, to: &[Rank]) {
+        let mut lacking = RankSet::empty(cx.plan().world_size);
+        to.iter().for_each(|&rank| {
+            lacking.insert(rank);
+        });
+        let kept = cx.kept_result(slice, step).expect("a rank sends what it said that it has");
+        let (buffer, form) = match kept {
+            KeptResult::Buffer(buffer, form) => (Some(buffer), form),
+            KeptResult::Empty | KeptResult::Absent => (None, PayloadForm::Raw),
+        };
+        if let Some(buffer) = buffer {
+            cx.retain(buffer);
+        }
+        let priority = cx.priority(step, slice);
+        let mut message = cx.result_message(slice, step, (buffer, form), priority);
+        if kept == KeptResult::Empty {
+            message.header.flags = FrameFlags::NONE;
+        }
+        let to_send = lacking.clone();
+        let to_pull = RankSet::empty(cx.plan().world_size);
+        self.owner.keep(slice, step, PendingBroadcast { buffer, form, to_pull, to_send, priority });
+        let key = cx.slice_key(step, priority, slice);
+        cx.send_shared(lacking, key, message);
+    }
+}
+
+// What holds up a step: contributors of owned slices, here and on dedicated servers.
+
+/// Missing contributors.
+impl ParameterServer {
+    /// Ranks whose contributions the owned slices still lack in the current step.
+    fn missing_contributors(&self, cx: &Cx) -> RankSet {
+        let mut missing = RankSet::empty(cx.plan().world_size);
+        let step = cx.step();
+        if cx.plan().is_async(step) {
+            return missing;
+        }
+        let set = self.stragglers.set(step);
+        let counts = |rank: &Rank| set.is_none_or(|set| set.contains(*rank));
+        for (slice, owned) in self.owner.iter() {
+            let collects = cx.plan().takes_part(cx.plan().slice(slice).tensor, step);
+            if owned.step() == step && !owned.is_reducing() && collects {
+                self.lacking(cx, owned).filter(counts).for_each(|rank| {
+                    missing.insert(rank);
+                });
+            }
+        }
+        missing.remove(cx.rank());
+        missing
+    }
+}
+
+/// Dedicated servers. They need no worker's state: their contributions say which step they are in.
+impl ParameterServer {
+    /// A slice of a step is reduced, perhaps the first one: priorities are those of the next step from
+    /// now on, and the ones before this step are done with.
+    fn note_served(&mut self, cx: &mut Cx, step: Step) {
+        if self.newest_served.is_none_or(|newest| newest < step) {
+            self.newest_served = Some(step);
+            cx.enter_priorities(step.next());
+        }
+    }
+
+    /// Whether some ranks have contributed to a slice, and others not.
+    pub(crate) fn is_collecting(&self) -> bool {
+        self.owner.collecting().next().is_some()
+    }
+
+    /// The last step of which all that this rank owns is reduced.
+    pub(crate) fn last_served(&self, plan: &Plan) -> Option<Step> {
+        let trained = |slice: SliceId| plan.takes_part(plan.slice(slice).tensor, Step(1));
+        let served = self.owner.iter().filter(|&(slice, _)| trained(slice));
+        let least = served.map(|(_, owned)| owned.step()).min();
+        least.and_then(|step| step.0.checked_sub(1)).map(Step)
+    }
+
+    /// Slices that some ranks have contributed to, and others not.
+    pub(crate) fn uncollected(&self, cx: &Cx) -> Outstanding {
+        let mut outstanding = Outstanding::default();
+        let mut missing = RankSet::empty(cx.plan().world_size);
+        let mut last: Option<TensorId> = None;
+        for (slice, owned) in self.owner.collecting() {
+            outstanding.step = outstanding.step.max(owned.step());
+            let tensor = cx.plan().slice(slice).tensor;
+            if last.replace(tensor) != Some(tensor) {
+                outstanding.add_tensor(cx.plan().name_of(slice));
+            }
+            let bytes = cx.plan().bytes_as(slice, owned.form().unwrap_or(PayloadForm::Raw));
+            for rank in self.lacking(cx, owned) {
+                missing.insert(rank);
+                let arrived = owned.contributions().received_bytes(rank);
+                outstanding.bytes += bytes.saturating_sub(arrived);
+            }
+        }
+        outstanding.ranks = missing.iter().collect();
+        outstanding
     }
 }

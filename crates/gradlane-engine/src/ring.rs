@@ -18,28 +18,24 @@
 mod quantized;
 mod scales;
 mod slice;
-mod topology;
 
 use crate::aggregator::Aggregator;
-use crate::api::{BufferRef, Job, Memory, Operation, PayloadDest, Region};
-use crate::contribution::{Arriving, Contribution};
+use crate::api::{violation, BufferRef, Job, Memory, Operation, PayloadDest, Region, Validated};
 use crate::cx::Cx;
-use crate::jobs::{Done, RingTask, RingWritten, Running, Then, Written};
+use crate::jobs::{Arriving, Contribution, Done, RingTask, RingWritten, Running, Then, Written};
 use crate::plan::{Plan, Scheme};
 use crate::rank_set::RankSet;
 use crate::transmit::{Body, Message, OrderKey, PendingEncode};
-use crate::violation::{violation, Validated};
 use crate::worker::Arrived;
 use alloc::collections::BTreeMap;
-use alloc::format;
-use alloc::vec;
 use alloc::vec::Vec;
+use alloc::{format, vec};
 use gradlane_units::{Rank, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 use slice::{
     adds_codes, bytes_of, ends_here, form_of, on_last, own_gradient, topology, Received, RingSlice,
+    Topology,
 };
-use topology::Topology;
 
 #[derive(Debug)]
 pub(crate) struct Ring {

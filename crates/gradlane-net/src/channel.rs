@@ -2,15 +2,12 @@
 
 pub(crate) mod blocks;
 pub(crate) mod completion;
-pub(crate) mod gathered;
 mod guard;
 mod handle;
-pub(crate) mod membership_news;
 mod optimizer_state;
 mod records;
 pub(crate) mod shared;
-mod waits;
 
 pub use blocks::{Block, Blocks};
+pub use completion::MembershipEvent;
 pub use handle::Channel;
-pub use membership_news::MembershipEvent;

@@ -1,14 +1,12 @@
 //! Jobs: the engine's operations, run by kernels on threads of their own.
 //!
 //! `prepare` is the only place that knows the list of operations: it turns each into a [`Job`] with the
-//! borrowed memory, the codec and the state that it needs. `state` keeps it between jobs, `job_runner`
-//! starts and reports jobs, `job_queue` has the threads. `kernels`, `encoded` and `quantized_ring` compute.
+//! borrowed memory, the codec and the state that it needs. `state` keeps it between jobs, `jobs`
+//! has the threads, starts jobs and reports them. `kernels`, `encoded` and `quantized_ring` compute.
 
 mod encoded;
 mod error;
-mod job;
-mod job_queue;
-pub(crate) mod job_runner;
+pub(crate) mod jobs;
 #[allow(unsafe_code, reason = "calls kernels that may work in place")]
 mod kernels;
 pub(crate) mod planned_codecs;

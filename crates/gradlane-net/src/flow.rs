@@ -5,12 +5,10 @@
 //! of a connection, `wakeup_coalescing` the turns of a thread.
 
 mod connection_flow;
-mod frame_size;
 mod limits;
 mod pacer;
 mod pacing;
 mod rate;
-mod send_buffer;
 mod wakeup_coalescing;
 
 pub(crate) use connection_flow::ConnectionFlow;

@@ -5,14 +5,11 @@
 //! borrow, a [`ReadSpan`] or a [`WriteSpan`], by an `unsafe` call that vouches for the lifetime rule
 //! (see `span`). Everything that reads or writes through a borrow is safe code.
 
-#[allow(unsafe_code, reason = "allocates scratch buffers")]
-mod pool;
 #[allow(unsafe_code, reason = "turns addresses into borrows")]
 mod span;
-#[allow(unsafe_code, reason = "knows which addresses are registered")]
+#[allow(unsafe_code, reason = "knows which addresses are registered; allocates buffers")]
 mod table;
 
-pub(crate) use pool::ScratchBuffer;
 pub(crate) use span::{as_f32, InPlace, ReadSpan, Span, WriteSpan};
 pub use table::UserMemory;
-pub(crate) use table::{MemoryError, MemoryTable};
+pub(crate) use table::{MemoryError, MemoryTable, ScratchBuffer};

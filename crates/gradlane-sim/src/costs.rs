@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 pub const GOODPUT_SHARE: f64 = 1448.0 / 1514.0;
 
 /// The send buffer of a connection whose path is short: the kernel doubles the 72 kB that it is asked
-/// for (`gradlane-net`'s `send_buffer.rs`).
+/// for (`gradlane-net`'s `connection_flow.rs`).
 pub(crate) const SEND_BUFFER_FLOOR_BYTES: u64 = 147_456;
 
 /// How unequal connections are. Fitted to steps of ResNet-50 that were measured in the lab:

@@ -132,7 +132,7 @@ impl Network {
 
     /// Bytes that the kernel takes of a connection before the first of them is acknowledged. Fitted to
     /// the path it is the floor plus twice the bandwidth-delay product, doubled by the kernel. Few peers
-    /// share out the floors of three (`gradlane-net`'s `send_buffer.rs`, which lets fast connections
+    /// share out the floors of three (`gradlane-net`'s `connection_flow.rs`, which lets fast connections
     /// hold more; why not here is in decision 39).
     pub(crate) fn window_bytes(&self, peers: u32) -> u64 {
         if self.send_buffer_bytes > 0 {

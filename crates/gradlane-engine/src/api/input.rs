@@ -1,10 +1,10 @@
 //! All that an engine is told: the application's calls, what the driver notices, and what lanes of its rank tell
 //! each other.
 
-use crate::api::{Failure, JobId, JobResult};
+use crate::api::Failure;
 use alloc::string::String;
 use alloc::vec::Vec;
-use gradlane_units::{Priority, Rank, Step, TensorId, Time};
+use gradlane_units::{Priority, Rank, SquareSum, Step, TensorId, Time};
 use gradlane_wire::FrameHeader;
 
 /// What the lanes of a rank tell each other, where training goes on when ranks are lost, or steps without
@@ -41,6 +41,21 @@ pub enum LaneNews {
     Submitted(Step),
     /// From the first lane: the contributors of a step are these.
     Contributors(Step, Vec<Rank>),
+}
+
+/// Names one job between `poll_job` and `Input::JobDone`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct JobId(pub u64);
+
+/// What came of a job besides what it wrote.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobResult {
+    /// Nothing, or an encoding of the only length that there is.
+    Written,
+    /// An encoding of this many bytes.
+    Encoded(u64),
+    /// The squares of [`Operation::AddSquares`].
+    Squares(SquareSum),
 }
 
 /// All that an engine is told, for [`Engine::handle`](crate::Engine::handle): first the application's calls, then

@@ -3,14 +3,13 @@
 
 use super::coordinator::{Coordinator, StepEntry};
 use super::median_window::MedianWindow;
-use crate::api::{Event, LaneNews};
+use crate::api::{violation, Event, LaneNews, Validated};
 use crate::clock::Clock;
 use crate::cx::Cx;
 use crate::lane::Lane;
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
 use crate::transmit::Body;
-use crate::violation::{violation, Validated};
 use alloc::format;
 use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};

@@ -7,9 +7,9 @@
 //! that rank has to keep all results that it has not come to.
 
 use super::median_window::MedianWindow;
+use crate::api::{violation, Validated};
 use crate::plan::{Cutoff, StragglerPolicy};
 use crate::rank_set::RankSet;
-use crate::violation::{violation, Validated};
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;

@@ -1,12 +1,11 @@
 //! The end of a session: in good order (finish, goodbye, closed) or by a failure. A failure is reported
 //! once, with the outstanding tensors, and told to the other ranks, so that all name the same culprit.
 
-use crate::api::{Event, Failure, UsageError};
+use crate::api::{violation, Event, Failure, UsageError, Validated};
 use crate::cx::Cx;
 use crate::plan::{Plan, Synchrony};
 use crate::rank_set::RankSet;
 use crate::transmit::Body;
-use crate::violation::{violation, Validated};
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::string::{String, ToString};

@@ -13,10 +13,10 @@
 //! A result is over the contributions of one membership: whoever has it has the same bits, and a rank
 //! that was the only one to have it and is lost, is in no later membership.
 
+use crate::api::{violation, Validated};
 use crate::kept_results::KeptResult;
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
-use crate::violation::{violation, Validated};
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::string::String;

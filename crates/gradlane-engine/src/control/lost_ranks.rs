@@ -4,12 +4,11 @@
 use super::blame::Blame;
 use super::interrupted_step::{CommonState, Holdings, Phase};
 use super::Control;
-use crate::api::{Event, LaneNews};
+use crate::api::{violation, Event, LaneNews, Validated};
 use crate::lane::Lane;
 use crate::membership::Decision;
 use crate::rank_set::RankSet;
 use crate::transmit::Body;
-use crate::violation::{violation, Validated};
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::string::{String, ToString};

@@ -5,11 +5,10 @@
 //! without the vector. Where ranks may be in different steps, each takes the vector up at a step of its
 //! own.
 
-use crate::api::UsageError;
+use crate::api::{violation, UsageError, Validated};
 use crate::cx::Cx;
 use crate::rank_set::RankSet;
 use crate::transmit::Body;
-use crate::violation::{violation, Validated};
 use alloc::format;
 use alloc::string::ToString;
 use alloc::vec::Vec;

@@ -1,9 +1,8 @@
 //! The squares of a step's means, added up and exchanged.
 
 use super::Cx;
-use crate::api::{Event, UsageError};
+use crate::api::{violation, Event, UsageError, Validated};
 use crate::transmit::Body;
-use crate::violation::{violation, Validated};
 use alloc::format;
 use gradlane_units::{Rank, SliceId, SquareSum, Step, TensorId};
 use gradlane_wire::{FrameHeader, FrameKind};

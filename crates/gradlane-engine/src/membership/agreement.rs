@@ -6,10 +6,9 @@ use super::round::{Round, Step, Voter};
 #[cfg(test)]
 use super::tests::Fault;
 use super::{Decision, Membership};
-use crate::api::GoingOn;
+use crate::api::{violation, GoingOn, Validated};
 use crate::control::blame::Blame;
 use crate::rank_set::RankSet;
-use crate::violation::{violation, Validated};
 use alloc::format;
 use gradlane_units::{Rank, Time};
 

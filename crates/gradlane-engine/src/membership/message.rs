@@ -1,7 +1,7 @@
 //! What ranks tell each other about the next membership, and its bytes.
 
+use crate::api::{violation, Validated};
 use crate::rank_set::RankSet;
-use crate::violation::{violation, Validated};
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;

@@ -1,7 +1,7 @@
 //! A plan after ranks were lost: the same slices, owned by those that are left.
 
 use crate::api::UsageError;
-use crate::plan::placement::LeastLoaded;
+use crate::plan::build::LeastLoaded;
 use crate::plan::{Plan, PullRule, Scheme, Synchrony, TensorKind, TensorPlan, Update};
 use crate::rank_set::RankSet;
 use alloc::collections::BTreeMap;

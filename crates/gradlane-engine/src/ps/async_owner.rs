@@ -9,13 +9,11 @@
 //! Steps are each rank's own. A rank contributes every slice once a step, and not before it has the
 //! reply for the step before, so an owner owes each rank at most one reply a slice.
 
-use crate::api::{BufferRef, Event, Job, Operation};
-use crate::contribution::{Contribution, Push};
+use crate::api::{violation, BufferRef, Event, Job, Operation, Validated};
 use crate::cx::Cx;
-use crate::jobs::{PsTask, PsWritten, Running, Then, Written};
+use crate::jobs::{Contribution, PsTask, PsWritten, Push, Running, Then, Written};
 use crate::plan::{Plan, Synchrony};
 use crate::transmit::Body;
-use crate::violation::{violation, Validated};
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::format;
 use alloc::vec::Vec;

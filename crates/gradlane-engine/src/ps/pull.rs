@@ -2,10 +2,10 @@
 //! `deferred-pull` when the next iteration begins.
 
 use super::owner::Owner;
+use crate::api::{violation, Validated};
 use crate::cx::Cx;
 use crate::plan::PullRule;
 use crate::transmit::Body;
-use crate::violation::{violation, Validated};
 use crate::worker::Submission;
 use alloc::format;
 use gradlane_units::{Rank, TensorId};

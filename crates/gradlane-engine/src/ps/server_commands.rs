@@ -6,12 +6,11 @@
 //! A server keeps the parameters of its slices in the buffers of their last results: rank 0's values
 //! first. Each update reads the last one and writes the next.
 
-use crate::api::{BufferRef, Region, UsageError};
+use crate::api::{violation, BufferRef, Region, UsageError, Validated};
 use crate::cx::Cx;
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
 use crate::transmit::Body;
-use crate::violation::{violation, Validated};
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;

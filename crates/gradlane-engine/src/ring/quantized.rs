@@ -10,11 +10,9 @@
 //! A rank without a gradient passes on an encoded sum unchanged.
 
 use super::slice::{adds_codes, on_last, own_gradient, RingSlice};
-use crate::api::{BufferRef, Job, Operation};
-use crate::contribution::Contribution;
+use crate::api::{violation, BufferRef, Job, Operation, Validated};
 use crate::cx::Cx;
-use crate::jobs::{RingWritten, Running, Then, Written};
-use crate::violation::{violation, Validated};
+use crate::jobs::{Contribution, RingWritten, Running, Then, Written};
 use alloc::format;
 use alloc::vec::Vec;
 use gradlane_units::{SliceId, Step};

@@ -3,9 +3,8 @@
 use super::slice::{topology, Received, RingSlice};
 use super::Ring;
 use crate::api::BufferRef;
-use crate::contribution::Contribution;
 use crate::cx::Cx;
-use crate::jobs::RingTask;
+use crate::jobs::{Contribution, RingTask};
 use gradlane_units::{SliceId, Step};
 use gradlane_wire::{FrameKind, PayloadForm};
 

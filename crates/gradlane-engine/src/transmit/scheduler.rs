@@ -5,15 +5,14 @@
 //! none of its peers can take more. Credit bounds the bytes handed out towards a peer and not yet
 //! reported as sent; one frame always goes, so a slice larger than the credit never starves.
 
-use crate::api::{PeerQueueStats, Transmit};
+use crate::api::{Payload, PeerQueueStats, Region, Transmit};
 use crate::rank_set::RankSet;
-use crate::transmit::queue::{Queue, Unicast};
-use crate::transmit::{Message, OrderKey};
-use alloc::collections::{BTreeMap, BTreeSet};
+use crate::transmit::OrderKey;
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, SliceId, Step};
-use gradlane_wire::{FrameKind, HEADER_BYTES};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES};
 
 /// A peer, in one line of the cache: a thousand ranks have a million of them.
 #[derive(Debug, Default)]
@@ -343,6 +342,133 @@ impl Peer {
 
 fn frame_cost(length: u32) -> u64 {
     HEADER_BYTES as u64 + u64::from(length)
+}
+
+// Messages, and the frames that they are cut into.
+
+/// A rest of up to this share of a frame, 1/8, goes with the frame before it.
+const REST_SHIFT: u32 = 3;
+
+/// A whole message: one slice or one control payload, cut into frames when sent.
+#[derive(Clone, Debug)]
+pub(crate) struct Message {
+    /// Header of all its frames, but for length and the flag of the last; its offset is that of the
+    /// first.
+    pub(crate) header: FrameHeader,
+    pub(crate) body: Body,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Body {
+    Empty,
+    Region(Region),
+    Inline(Vec<u8>),
+}
+
+impl Message {
+    pub(crate) fn bytes(&self) -> u64 {
+        match &self.body {
+            Body::Empty => 0,
+            Body::Region(region) => region.length,
+            Body::Inline(bytes) => bytes.len() as u64,
+        }
+    }
+
+    /// Length of the frame that starts at `offset`. Control payloads travel whole, and a small rest
+    /// goes with the frame before it: a frame costs both ends the same, however small it is.
+    pub(crate) fn frame_length(&self, offset: u64, frame_bytes: u32) -> u32 {
+        let rest = self.bytes() - offset;
+        let most = frame_bytes.saturating_add(frame_bytes >> REST_SHIFT).min(MAX_FRAME_BYTES);
+        match self.body {
+            Body::Inline(_) => rest as u32,
+            _ if rest <= u64::from(most) => rest as u32,
+            _ => frame_bytes,
+        }
+    }
+
+    pub(crate) fn frame(&self, peer: Rank, offset: u64, length: u32) -> Transmit {
+        let mut header = self.header;
+        header.offset += offset;
+        header.length = length;
+        if offset + u64::from(length) == self.bytes() {
+            header.flags = header.flags.with(FrameFlags::LAST);
+        }
+        let payload = match &self.body {
+            _ if length == 0 => Payload::None,
+            Body::Empty => Payload::None,
+            Body::Inline(bytes) => Payload::Inline(bytes.clone()),
+            Body::Region(region) => Payload::Region(Region {
+                memory: region.memory,
+                offset: region.offset + offset,
+                length: u64::from(length),
+            }),
+        };
+        Transmit { peer, header, payload }
+    }
+}
+
+// Messages to one peer, most urgent first. A thousand ranks have a million such queues, most of them
+// with one entry or none: an empty one owns no memory, and a message that is owed to many peers is
+// shared by their queues.
+
+/// A message to one peer and how much of it was handed out.
+#[derive(Clone, Debug)]
+pub(crate) struct Unicast {
+    pub(crate) message: Arc<Message>,
+    pub(crate) offset: u64,
+    /// Length of its next frame; kept here, so that the message need not be read for it.
+    pub(crate) next_bytes: u32,
+}
+
+/// Entries in ascending order of their keys. New ones nearly always belong at one of the ends.
+#[derive(Debug, Default)]
+pub(crate) struct Queue {
+    entries: VecDeque<(OrderKey, Unicast)>,
+}
+
+impl Queue {
+    /// The most urgent entry.
+    pub(crate) fn first(&self) -> Option<(OrderKey, &Unicast)> {
+        self.entries.front().map(|(key, entry)| (*key, entry))
+    }
+
+    /// Takes the most urgent entry.
+    pub(crate) fn pop_first(&mut self) -> Option<(OrderKey, Unicast)> {
+        self.entries.pop_front()
+    }
+
+    /// Adds an entry.
+    pub(crate) fn insert(&mut self, key: OrderKey, entry: Unicast) {
+        if self.entries.back().is_none_or(|(last, _)| *last < key) {
+            self.entries.push_back((key, entry));
+            return;
+        }
+        let at = self.entries.partition_point(|(other, _)| *other < key);
+        self.entries.insert(at, (key, entry));
+    }
+
+    /// Keeps the entries that are to be kept.
+    pub(crate) fn retain(&mut self, mut keep: impl FnMut(&Unicast) -> bool) {
+        self.entries.retain(|(_, entry)| keep(entry));
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.entries.clear();
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// All entries, most urgent first, to be changed.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Unicast> {
+        self.entries.iter_mut().map(|(_, entry)| entry)
+    }
+
+    /// All entries, most urgent first.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Unicast> {
+        self.entries.iter().map(|(_, entry)| entry)
+    }
 }
 
 #[cfg(test)]

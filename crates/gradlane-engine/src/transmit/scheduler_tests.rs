@@ -6,8 +6,7 @@ use crate::plan::Order;
 use crate::transmit::{Body, OrderKeys};
 use alloc::vec::Vec;
 use gradlane_units::{Priority, TensorId};
-use gradlane_wire::{FrameFlags, FrameHeader};
-use gradlane_wire::{FrameKind, PayloadForm};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 use proptest::prelude::*;
 
 const WORLD: u32 = 5;

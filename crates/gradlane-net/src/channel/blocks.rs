@@ -3,8 +3,7 @@
 //! Blocks of other ranks lie in scratch buffers, which leave the channel with them: they stay
 //! readable after the session, and return to its pool when they are dropped.
 
-use crate::channel::gathered::GatheredBlock;
-use crate::channel::shared::{Command, LaneInbox, Shared};
+use crate::channel::shared::{Command, GatheredBlock, LaneInbox, Shared};
 use crate::memory::ScratchBuffer;
 use crate::sys::lock;
 use gradlane_units::{Rank, Step, TensorId};

@@ -1,17 +1,16 @@
 //! State that the threads of a channel share: commands to the lanes, results from them.
 
 use crate::channel::completion::CompletionTable;
-use crate::channel::gathered::GatheredBlock;
 use crate::compute::{ResidualSquares, StateKind, StateRead, StateWrite, UpdateRule};
 use crate::error::{ChannelError, ChannelFailure};
-use crate::memory::{ScratchBuffer, UserMemory};
+use crate::memory::{MemoryError, MemoryTable, ScratchBuffer, UserMemory};
 use crate::metrics::trace::Trace;
 use crate::metrics::Metrics;
 use crate::options::ChannelOptions;
 use crate::sys::lock;
 use crate::sys::poller::Poller;
-use gradlane_engine::{Failure, Input, Journal, Plan, Refusal, UsageError};
-use gradlane_units::{SliceId, Step, TensorId};
+use gradlane_engine::{Failure, Input, Journal, Memory, Plan, Refusal, Region, UsageError};
+use gradlane_units::{Rank, SliceId, Step, TensorId};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::mpsc::Sender;
@@ -206,4 +205,32 @@ pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
     text.unwrap_or_else(|| "no text".to_owned())
+}
+
+// Gathered blocks on their way from a lane to the application.
+
+/// A block as the driver hands it over.
+#[derive(Debug)]
+pub(crate) enum GatheredBlock {
+    Absent,
+    Own(u64),
+    Empty,
+    Other(ScratchBuffer, usize),
+}
+
+/// Moves gathered blocks out of the memory of the channel of `rank`.
+pub(crate) fn take_out(
+    memory: &mut MemoryTable,
+    rank: Rank,
+    blocks: &[Option<Region>],
+) -> Result<Vec<GatheredBlock>, MemoryError> {
+    let block = |(index, block): (usize, &Option<Region>)| match block {
+        None => Ok(GatheredBlock::Absent),
+        Some(region) if index == rank.index() => Ok(GatheredBlock::Own(region.length)),
+        Some(Region { memory: Memory::Buffer(buffer), length, .. }) => {
+            Ok(GatheredBlock::Other(memory.take(*buffer)?, *length as usize))
+        }
+        Some(_) => Ok(GatheredBlock::Empty),
+    };
+    blocks.iter().enumerate().map(block).collect()
 }

@@ -3,10 +3,10 @@
 
 use super::encoded::{self, EncodedParts, SliceCodec};
 use super::error::JobError;
-use super::job::{Job, JobState, Outcome};
+use super::jobs::{Job, Outcome};
 use super::kernels::{self, Averaging, ReduceMemory};
 use super::quantized_ring;
-use super::server_optimizer::{SliceState, StateKind};
+use super::server_optimizer::{JobState, SliceState, StateKind};
 use super::state::{ComputeState, Write};
 use crate::memory::{InPlace, MemoryTable, ReadSpan, Span, WriteSpan};
 use crate::metrics::JobKind;

@@ -217,6 +217,15 @@ impl SliceState {
     }
 }
 
+/// The part of a slice's state that a job takes along and gives back. A late rank may encode its
+/// contribution while it reduces the others': each of the two has a part of its own.
+#[derive(Debug)]
+pub(crate) enum JobState {
+    Slice(SliceState),
+    WorkerResidual(WorkerResidual),
+    OwnerResidual(Vec<f32>),
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

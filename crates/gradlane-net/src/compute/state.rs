@@ -1,11 +1,10 @@
 //! The state that lives between jobs: optimizers and residuals of slices, update rules of tensors.
 
 use super::error::JobError;
-use super::job::JobState;
 use super::planned_codecs::{self, CodecPlanError, PlannedCodec};
 use super::residual::{self, ResidualSquares};
 use super::server_command::{ServerCommand, StateWrite};
-use super::server_optimizer::{SliceState, StateKind, StateRead, UpdateRule};
+use super::server_optimizer::{JobState, SliceState, StateKind, StateRead, UpdateRule};
 use crate::options::ChannelOptions;
 use gradlane_engine::{Plan, Synchrony};
 use gradlane_units::{Rank, SliceId, Step, TensorId};

@@ -1,16 +1,15 @@
 //! The engine of a lane with everything that its decisions are carried out with, but for the connections.
 
-use super::connection::Connection;
-use super::frame_writer::{OutgoingFrame, OutgoingPayload};
-use crate::channel::gathered::take_out;
-use crate::channel::membership_news::MembershipEvent;
-use crate::channel::shared::{Command, LaneInbox, Shared, StopCause};
-use crate::compute::job_runner::JobRunner;
+use super::frame_reader::{Fault, FrameReader, FrameSink, PayloadTarget};
+use super::frame_writer::{FrameWriter, OutgoingFrame, OutgoingPayload};
+use crate::channel::completion::MembershipEvent;
+use crate::channel::shared::{take_out, Command, LaneInbox, Shared, StopCause};
+use crate::compute::jobs::JobRunner;
 use crate::compute::server_command::ServerCommand;
-use crate::flow::Pacer;
-use crate::flow::PortPacing;
-use crate::memory::MemoryTable;
-use crate::metrics::atomics::count;
+use crate::connect::FrameSeals;
+use crate::flow::{ConnectionFlow, Pacer, PortPacing};
+use crate::memory::{MemoryTable, WriteSpan};
+use crate::metrics::count;
 use crate::metrics::straggler_stats::ContributionTimes;
 use crate::options::{ChannelOptions, GoingOnOptions};
 use crate::sys::lock;
@@ -18,8 +17,8 @@ use crate::sys::poller::Interest;
 use crate::sys::socket::Socket;
 use crate::sys::suspend_aware_clock::SuspendAwareClock;
 use gradlane_engine::{
-    EngineOptions, Event, Failure, Input, JournaledEngine, Payload, Refusal, Region, Synchrony,
-    Transmit,
+    EngineOptions, Event, Failure, Input, JournaledEngine, Payload, PayloadDest, Refusal, Region,
+    Synchrony, Transmit,
 };
 use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
@@ -501,5 +500,96 @@ impl Core {
             // A rate that the kernel refuses leaves the last one in force.
             |index, rate| drop(sockets[index].set_pacing(rate)),
         );
+    }
+}
+
+// One connection: its socket, both directions of frames, and the state that only its thread has.
+
+/// A connection to one peer.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) socket: Arc<dyn Socket>,
+    pub(super) writer: FrameWriter,
+    pub(super) reader: FrameReader,
+    pub(super) flow: ConnectionFlow,
+    /// Whether the poller reports it as writable.
+    pub(super) armed: bool,
+    pub(super) last_sent: Time,
+    pub(super) heard_goodbye: bool,
+}
+
+impl Connection {
+    /// Makes a connection after the handshake; without seals, frames go in the clear.
+    pub(super) fn new(
+        socket: Arc<dyn Socket>,
+        seals: Option<FrameSeals>,
+        flow: ConnectionFlow,
+    ) -> Connection {
+        let (sealer, opener) = seals.map(|it| (it.sealer, it.opener)).unzip();
+        Connection {
+            socket,
+            writer: FrameWriter::new(sealer),
+            reader: FrameReader::new(opener),
+            flow,
+            armed: false,
+            last_sent: Time::ZERO,
+            heard_goodbye: false,
+        }
+    }
+}
+
+/// Connections by rank; `None` for those of other threads, and for this rank itself.
+pub(super) type Connections = Vec<Option<Connection>>;
+
+// Frames from one peer, between its connection and the engine.
+
+/// The frames that one connection receives.
+pub(super) struct ReceivedFrames<'a> {
+    pub(super) core: &'a mut Core,
+    pub(super) peer: Rank,
+    pub(super) heard_goodbye: &'a mut bool,
+}
+
+fn violation(refusal: Refusal) -> Fault {
+    match refusal {
+        Refusal::Protocol(error) => {
+            Fault::ProtocolViolation(format!("broke the protocol: {}", error.what))
+        }
+        Refusal::Usage(error) => Fault::Internal(error.to_string()),
+    }
+}
+
+impl FrameSink for ReceivedFrames<'_> {
+    fn on_header(&mut self, header: &FrameHeader) -> Result<PayloadTarget, Fault> {
+        self.core.inbox().trace.announced(self.peer);
+        let dest = self.core.engine.handle(Input::Header(self.peer, *header));
+        let located = match dest.map_err(violation)? {
+            PayloadDest::Control => return Ok(PayloadTarget::Control),
+            PayloadDest::Nothing => return Ok(PayloadTarget::Memory(WriteSpan::empty())),
+            PayloadDest::Region(region) => self.core.memory.locate(region),
+        };
+        match located {
+            // SAFETY: the engine lends this region to this frame until `Input::Frame`, or until the
+            // session ends; the reader drops the borrow before either.
+            Ok(span) => Ok(PayloadTarget::Memory(unsafe { span.write() })),
+            Err(error) => {
+                let frame = self.describe(header);
+                Err(Fault::Internal(format!("cannot receive {frame}: {error}")))
+            }
+        }
+    }
+
+    fn on_frame(&mut self, header: &FrameHeader, control: Option<&[u8]>) -> Result<(), Fault> {
+        self.core.inbox().trace.received(self.peer, header);
+        *self.heard_goodbye |= header.kind == FrameKind::Goodbye;
+        self.core.frame_arrived(self.peer, header, control).map_err(violation)
+    }
+
+    fn describe(&self, header: &FrameHeader) -> String {
+        let plan = self.core.engine.plan();
+        let name = plan.tensors.get(header.tensor.index()).map_or("", |it| it.spec.name.as_str());
+        let FrameHeader { kind, slice, step, offset, length, .. } = header;
+        let end = offset.saturating_add(u64::from(*length));
+        format!("{kind:?} of tensor {name:?}, {slice}, bytes {offset} to {end}, in {step}")
     }
 }

@@ -1,7 +1,6 @@
 //! Starts the lanes of a rank with their connections and waits for them.
 
-use super::connection::Connection;
-use super::core::{Core, Peer};
+use super::core::{Connection, Core, Peer};
 use super::lane::Lane;
 use super::shutdown::SessionShutdown;
 use crate::channel::shared::{Command, Shared};

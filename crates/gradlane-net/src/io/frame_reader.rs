@@ -1,11 +1,10 @@
 //! Frames coming in. Where nothing is sealed they are read straight to their destination; only bytes
-//! that follow a payload in the same read (the next header, small frames) pass through a staging buffer.
+//! that follow a payload in the same read (the next header, small frames) pass through a staging buffer. Sealed bytes are verified and
+//! decrypted in a buffer of the reader's own first.
 
-use super::frame_sink::{target_of, Fault, FrameSink, PayloadTarget};
-use super::sealed_reader::SealedReader;
 use crate::memory::WriteSpan;
 use crate::sys::socket::Socket;
-use gradlane_seal::FrameOpener;
+use gradlane_seal::{FrameOpener, OpenError, Opened};
 use gradlane_wire::{Checksum, FrameHeader, HEADER_BYTES};
 use std::io::{self, IoSliceMut};
 
@@ -15,17 +14,58 @@ const STAGING_BYTES: usize = 4096;
 /// probably as large and is better read straight to its destination.
 const LARGE_BYTES: usize = 16 << 10;
 
-/// A payload that is being received.
+/// Why a connection cannot go on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// The peer is gone: the reason without its name.
+    Lost(String),
+    /// The peer violated the protocol: the sentence without its name at the front.
+    ProtocolViolation(String),
+    /// This rank broke an invariant of its own: the whole sentence.
+    Internal(String),
+}
+
+/// Where a payload goes.
+#[derive(Debug)]
+pub(crate) enum PayloadTarget {
+    /// Straight to memory.
+    Memory(WriteSpan),
+    /// To a buffer that grows with the bytes that have really arrived.
+    Control,
+}
+
+/// The user of a reader's frames.
+pub(crate) trait FrameSink {
+    /// Returns the destination of a payload whose header has arrived.
+    fn on_header(&mut self, header: &FrameHeader) -> Result<PayloadTarget, Fault>;
+    /// Takes a frame whose payload is in place and verified; `control` has the payload of such a target.
+    fn on_frame(&mut self, header: &FrameHeader, control: Option<&[u8]>) -> Result<(), Fault>;
+    /// Names the frame in a message.
+    fn describe(&self, header: &FrameHeader) -> String;
+}
+
+/// A frame whose payload has not arrived whole.
 #[derive(Debug)]
 struct Incoming {
     header: FrameHeader,
     target: PayloadTarget,
     control: Vec<u8>,
     filled: usize,
-    checksum: Checksum,
 }
 
 impl Incoming {
+    /// Begins a frame whose header has arrived, with its payload's destination, which has room for it.
+    fn new(header: FrameHeader, sink: &mut impl FrameSink) -> Result<Incoming, Fault> {
+        let target = sink.on_header(&header)?;
+        match &target {
+            PayloadTarget::Memory(span) if span.len() != header.length as usize => {
+                let (room, frame) = (span.len(), sink.describe(&header));
+                Err(Fault::Internal(format!("room for {room} of {} bytes: {frame}", header.length)))
+            }
+            _ => Ok(Incoming { header, target, control: Vec::new(), filled: 0 }),
+        }
+    }
+
     fn rest(&self) -> usize {
         self.header.length as usize - self.filled
     }
@@ -43,17 +83,8 @@ impl Incoming {
         }
     }
 
-    /// Notes bytes that were read to `direct_room`.
-    fn filled_directly(&mut self, count: usize) {
-        if let PayloadTarget::Memory(span) = &self.target {
-            self.checksum.update(&span[self.filled..self.filled + count]);
-            self.filled += count;
-        }
-    }
-
-    /// Takes bytes from the staging buffer.
+    /// Takes the next bytes of the payload.
     fn take(&mut self, bytes: &[u8]) {
-        self.checksum.update(bytes);
         match &mut self.target {
             PayloadTarget::Memory(span) => {
                 span[self.filled..self.filled + bytes.len()].copy_from_slice(bytes);
@@ -61,6 +92,16 @@ impl Incoming {
             PayloadTarget::Control => self.control.extend_from_slice(bytes),
         }
         self.filled += bytes.len();
+    }
+
+    /// Ends the borrow of the destination and hands the verified frame on.
+    fn hand_on(self, sink: &mut impl FrameSink) -> Result<(), Fault> {
+        let Incoming { header, target, control, .. } = self;
+        let control = match target {
+            PayloadTarget::Memory(_ends_here) => None,
+            PayloadTarget::Control => Some(control),
+        };
+        sink.on_frame(&header, control.as_deref())
     }
 }
 
@@ -134,6 +175,8 @@ impl FrameReader {
 #[derive(Debug)]
 pub(crate) struct PlainReader {
     incoming: Option<Incoming>,
+    /// Of the payload that is arriving.
+    checksum: Checksum,
     staging: Box<[u8; STAGING_BYTES]>,
     start: usize,
     end: usize,
@@ -141,7 +184,13 @@ pub(crate) struct PlainReader {
 
 impl PlainReader {
     fn new() -> PlainReader {
-        PlainReader { incoming: None, staging: Box::new([0; STAGING_BYTES]), start: 0, end: 0 }
+        PlainReader {
+            incoming: None,
+            checksum: Checksum::new(),
+            staging: Box::new([0; STAGING_BYTES]),
+            start: 0,
+            end: 0,
+        }
     }
 
     /// Reads the rest of the payload and bytes that follow it in one system call. Returns the bytes read
@@ -164,7 +213,8 @@ impl PlainReader {
         };
         let directly = count.min(direct_bytes);
         if let Some(incoming) = &mut self.incoming {
-            incoming.filled_directly(directly);
+            self.checksum.update(&incoming.direct_room()[..directly]);
+            incoming.filled += directly;
         }
         self.end += count - directly;
         Ok((count, wanted))
@@ -174,52 +224,122 @@ impl PlainReader {
     fn consume(&mut self, sink: &mut impl FrameSink) -> Result<(), Fault> {
         loop {
             let staged = &self.staging[self.start..self.end];
-            if let Some(incoming) = &mut self.incoming {
-                let count = staged.len().min(incoming.rest());
-                incoming.take(&staged[..count]);
-                self.start += count;
-                if incoming.rest() > 0 {
-                    return Ok(());
-                }
-                // In place: `Incoming` is large, since the checksum holds a part of the payload.
-                let finished = finish(incoming, sink);
-                self.incoming = None;
-                finished?;
-            } else {
+            let Some(mut incoming) = self.incoming.take() else {
                 let Some(bytes) = staged.first_chunk::<HEADER_BYTES>() else {
                     return Ok(());
                 };
                 let header = FrameHeader::decode(bytes).map_err(|error| {
                     Fault::ProtocolViolation(format!("sent bytes that are no frame: {error}"))
                 })?;
-                let target = target_of(&header, sink)?;
+                self.incoming = Some(Incoming::new(header, sink)?);
+                self.checksum = Checksum::new();
                 self.start += HEADER_BYTES;
-                self.incoming = Some(Incoming {
-                    header,
-                    target,
-                    control: Vec::new(),
-                    filled: 0,
-                    checksum: Checksum::new(),
-                });
+                continue;
+            };
+            let count = staged.len().min(incoming.rest());
+            incoming.take(&staged[..count]);
+            self.checksum.update(&staged[..count]);
+            self.start += count;
+            if incoming.rest() > 0 {
+                self.incoming = Some(incoming);
+                return Ok(());
+            }
+            let (computed, announced) = (self.checksum.value(), incoming.header.payload_checksum);
+            if computed != announced {
+                return Err(Fault::ProtocolViolation(format!(
+                    "sent a corrupted payload: {}: checksum {computed:#010x}, announced {announced:#010x}; \
+                     nothing of it was released",
+                    sink.describe(&incoming.header)
+                )));
+            }
+            incoming.hand_on(sink)?;
+        }
+    }
+}
+
+// Frames coming in on a sealed connection. Bytes are verified and decrypted in a buffer of the reader's own
+// and only then copied to their destination: what does not open never reaches a tensor.
+
+/// Bytes that one read may take: some chunks, which stay in the processor's cache.
+const BUFFER_BYTES: usize = 128 << 10;
+
+/// Frames coming in that are sealed.
+#[derive(Debug)]
+pub(crate) struct SealedReader {
+    opener: FrameOpener,
+    incoming: Option<Incoming>,
+    buffer: Box<[u8]>,
+    start: usize,
+    end: usize,
+}
+
+impl SealedReader {
+    /// Makes a reader at the start of a stream.
+    pub(super) fn new(opener: FrameOpener) -> SealedReader {
+        let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
+        SealedReader { opener, incoming: None, buffer, start: 0, end: 0 }
+    }
+
+    /// Ends the borrow of registered memory; the rest of the stream cannot be read afterwards.
+    pub(super) fn release_memory(&mut self) {
+        self.incoming = None;
+    }
+
+    /// Reads what has arrived. Returns the bytes read and the bytes of room.
+    pub(super) fn read(&mut self, socket: &dyn Socket) -> io::Result<(usize, usize)> {
+        if self.start > 0 {
+            self.buffer.copy_within(self.start..self.end, 0);
+            self.end -= self.start;
+            self.start = 0;
+        }
+        let room = &mut self.buffer[self.end..];
+        let wanted = room.len();
+        let count = socket.receive(&mut [IoSliceMut::new(room)])?;
+        self.end += count;
+        Ok((count, wanted))
+    }
+
+    /// Opens all pieces that have arrived whole.
+    pub(super) fn consume(&mut self, sink: &mut impl FrameSink) -> Result<(), Fault> {
+        loop {
+            let length = self.opener.piece_bytes();
+            if self.end - self.start < length {
+                return Ok(());
+            }
+            let piece = &mut self.buffer[self.start..self.start + length];
+            self.start += length;
+            match self.opener.open(piece) {
+                Ok(Opened::Header(header)) => {
+                    let incoming = Incoming::new(header, sink)?;
+                    if header.length == 0 {
+                        incoming.hand_on(sink)?;
+                    } else {
+                        self.incoming = Some(incoming);
+                    }
+                }
+                Ok(Opened::Chunk { bytes, is_last }) => {
+                    // After `release_memory` there is no place for it.
+                    let Some(incoming) = &mut self.incoming else {
+                        return Ok(());
+                    };
+                    incoming.take(bytes);
+                    if is_last {
+                        if let Some(incoming) = self.incoming.take() {
+                            incoming.hand_on(sink)?;
+                        }
+                    }
+                }
+                Err(error) => {
+                    let incoming = self.incoming.take();
+                    return Err(refused(&error, incoming.as_ref(), sink));
+                }
             }
         }
     }
 }
 
-/// Verifies the checksum, ends the borrow of the destination and hands the frame on.
-fn finish(incoming: &mut Incoming, sink: &mut impl FrameSink) -> Result<(), Fault> {
-    let Incoming { header, target, control, checksum, .. } = incoming;
-    let computed = checksum.value();
-    if computed != header.payload_checksum {
-        return Err(Fault::ProtocolViolation(format!(
-            "sent a corrupted payload: {}: checksum {computed:#010x}, announced {:#010x}; nothing \
-             of it was released",
-            sink.describe(header),
-            header.payload_checksum
-        )));
-    }
-    match std::mem::replace(target, PayloadTarget::Memory(WriteSpan::empty())) {
-        PayloadTarget::Memory(_) => sink.on_frame(header, None),
-        PayloadTarget::Control => sink.on_frame(header, Some(control)),
-    }
+fn refused(error: &OpenError, incoming: Option<&Incoming>, sink: &impl FrameSink) -> Fault {
+    let frame = incoming
+        .map_or_else(String::new, |incoming| format!(" ({})", sink.describe(&incoming.header)));
+    Fault::ProtocolViolation(format!("sent {error}{frame}; nothing of it was released"))
 }

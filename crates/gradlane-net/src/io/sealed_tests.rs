@@ -2,8 +2,7 @@
 //! what is released. Pieces of any size come from memory; whole pieces over loopback TCP.
 
 use super::adversary::{cases, Adversary, Change};
-use super::frame_reader::FrameReader;
-use super::frame_sink::{Fault, FrameSink, PayloadTarget};
+use super::frame_reader::{Fault, FrameReader, FrameSink, PayloadTarget};
 use super::frame_writer::{Flushed, FrameWriter, OutgoingFrame, OutgoingPayload};
 use super::relayed_tests::{loopback, RelayedSocket};
 use super::samples::{every_kind, frame, piece_bytes, seal, Frame, Job, JOB};

@@ -4,8 +4,7 @@
 //! After a failure the other ranks are told the reason in every lane, for at most a second: whichever lane of
 //! theirs ends first knows it.
 
-use super::connection::Connection;
-use super::core::Core;
+use super::core::{Connection, Core};
 use super::lane::Lane;
 use crate::channel::shared::{SessionOutcome, Shared, StopCause};
 use crate::error::ChannelFailure;

@@ -5,12 +5,12 @@
 //! a slice is complete.
 
 use crate::channel::completion::WaitTarget;
-use crate::metrics::atomics::{count, load, seconds};
 use crate::metrics::host_counters::HostCounters;
 use crate::metrics::participation_stats::ParticipationStats;
 use crate::metrics::queue_stats::StatsQuery;
 use crate::metrics::snapshot::{MetricsSnapshot, PeerSnapshot, StalenessSnapshot, WaitSnapshot};
 use crate::metrics::straggler_stats::StragglerStats;
+use crate::metrics::{count, load, seconds};
 use crate::sys::lock;
 use gradlane_engine::{Plan, Scheme, Staleness, TensorKind};
 use gradlane_units::{Rank, SliceId, Step, TensorId};

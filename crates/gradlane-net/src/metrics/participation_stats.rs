@@ -3,7 +3,7 @@
 //! The I/O thread writes, application threads read. All ranks know which ranks were left out; rank
 //! 0, which decides, knows how late they were.
 
-use crate::metrics::atomics::seconds;
+use crate::metrics::seconds;
 use gradlane_engine::Event;
 use gradlane_units::{Rank, Step};
 use serde::Serialize;

@@ -5,7 +5,7 @@
 //! rank's own contribution has none. Times are those of the turns of the I/O loop: contributions of
 //! one turn are ties. A step of a slice that is never complete counts nothing.
 
-use crate::metrics::atomics::{count, load, seconds};
+use crate::metrics::{count, load, seconds};
 use gradlane_engine::Plan;
 use gradlane_units::{Rank, SliceId, Step, TensorId, Time};
 use serde::Serialize;

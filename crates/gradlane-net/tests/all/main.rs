@@ -7,6 +7,7 @@ mod conformance;
 mod dedicated_servers;
 mod encoded;
 mod failures;
+mod frame_path;
 mod going_on;
 mod metrics;
 mod ring_quantized;

@@ -9,12 +9,10 @@ const UNSAFE_FILES: &[(&str, &str)] = &[
     ("collectives/memory.rs", "borrows the memory of collectives"),
     ("compute/kernels.rs", "calls kernels that may work in place"),
     ("compute/prepare.rs", "borrows the memory of jobs"),
-    ("io/core.rs", "borrows memory for frames going out"),
-    ("io/receive.rs", "borrows memory for frames coming in"),
+    ("io/core.rs", "borrows memory for frames"),
     ("io/tests.rs", "registers the memory of tests"),
-    ("memory/pool.rs", "allocates scratch buffers"),
     ("memory/span.rs", "turns addresses into borrows"),
-    ("memory/table.rs", "knows which addresses are registered"),
+    ("memory/table.rs", "knows which addresses are registered; allocates buffers"),
     ("sys/syscall.rs", "calls the operating system"),
 ];
 

@@ -4,7 +4,7 @@ import math
 
 
 def frame_count(message_bytes: float, frame_bytes: int) -> int:
-    """Return how many frames a message is cut into, as `engine/src/transmit/message.rs` cuts it.
+    """Return how many frames a message is cut into, as `engine/src/transmit/scheduler.rs` cuts it.
 
     A rest of up to an eighth of a frame goes with the last one.
 

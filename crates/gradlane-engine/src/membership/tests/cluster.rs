@@ -7,10 +7,9 @@ use crate::api::GoingOn;
 use crate::membership::{Decision, Membership};
 use crate::rank_set::RankSet;
 use alloc::collections::BTreeMap;
-use alloc::format;
 use alloc::string::{String, ToString};
-use alloc::vec;
 use alloc::vec::Vec;
+use alloc::{format, vec};
 use core::time::Duration;
 use gradlane_units::{Rank, Rng, Time};
 

@@ -4,8 +4,9 @@ use super::cluster::{Accident, Cluster, Conditions, COLLECT, MS};
 use crate::api::GoingOn;
 use crate::control::blame::Blame;
 use crate::membership::links::Links;
-use crate::membership::message::{shorten, Ballot, Message, Value};
-use crate::membership::message::{LOSS_BYTES_MAX, REASON_BYTES_MAX, ROUNDS_MAX};
+use crate::membership::message::{
+    shorten, Ballot, Message, Value, LOSS_BYTES_MAX, REASON_BYTES_MAX, ROUNDS_MAX,
+};
 use crate::membership::{Decision, Membership};
 use crate::rank_set::RankSet;
 use alloc::collections::BTreeMap;
