@@ -42,7 +42,7 @@ LARGE_SLICE_ELEMS = 500_000
 LATENCY_ELEMS = 10_000
 """One frame, and more bytes than are reduced on the I/O thread itself."""
 ASKED_BUFFER_BYTES = 72 << 10
-"""Bytes of send buffer that `gradlane-net`'s `connection_flow.rs` asks for where the path is short."""
+"""Bytes of send buffer that `gradlane-net` asks for where the path is short."""
 
 _PROGRAM = "gradlane.lab.calibration.rank_program"
 STREAM = {"ramp_s": 1.0, "window_s": 3.0}
