@@ -3,7 +3,7 @@
 use crate::api::PlanError;
 use crate::plan::{
     CodecPlan, Granularity, Placement, Plan, Roles, Scheme, Slice, Strategy, Synchrony, TensorKind,
-    TensorPlan, TensorSetting, TensorSpec, Update,
+    TensorPlan, TensorSetting, TensorSpec, Update, RING_CHUNK_ELEMS, RING_ENCODED_CHUNK_ELEMS,
 };
 use crate::rank_set::RankSet;
 use alloc::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -342,14 +342,6 @@ impl Placer {
 }
 
 // How the tensors of a ring are cut into chunks and dealt to ranks.
-
-/// Elements of a ring tensor's block: the ring's slices are parts of blocks, and where a sum
-/// begins follows from the block alone. So the order of addition does not depend on the slice
-/// size. A block of f32 is one frame.
-pub const RING_CHUNK_ELEMS: u64 = 16_384;
-
-/// The same where slices are encoded: large, so that headers weigh little beside a bit or two an element.
-pub const RING_ENCODED_CHUNK_ELEMS: u64 = 65_536;
 
 /// Elements of an encoded tensor's block, whose parts begin at multiples of the codec's granule.
 pub(crate) fn encoded_chunk_elems(granule: u64) -> u64 {
