@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,15 +104,18 @@ def test_a_rank_that_is_interrupted_takes_nothing_over_any_more(
     closed: list[str] = []
 
     class Request:
-        precopy = SimpleNamespace(close=closed.append)
-
         def __init__(self, store: object) -> None:
             pass
 
-        def wait_for_invitation(self, *_: object) -> None:
+        def wait_for_invitation(self, _: object, begin_precopy: Callable[[bytes], object]) -> None:
+            begin_precopy(b"{}")
             raise KeyboardInterrupt
 
     monkeypatch.setattr(joining, "JoinRequest", Request)
+    monkeypatch.setattr(joining, "PrecopyPlan", dict)
+    monkeypatch.setattr(
+        joining, "PrecopyTarget", lambda *_: SimpleNamespace(close=closed.append, is_ready=False)
+    )
     monkeypatch.setattr(joining, "attributes_of", lambda optimizer: {})
     _, store, world, optimizer = Cluster(1).parts(0, 1)
     joins: Any = joining.Joins(world, store, [], lambda: None)  # type: ignore[arg-type]

@@ -426,7 +426,7 @@ class Prepared:
         """Whether members give their state before they let a rank in; the same on all."""
         return self._cluster.precopies
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait for no update: there are none."""
 
     def begin_precopy(self, store: Any, plan: PrecopyPlan, look: Any) -> PrecopySource:
