@@ -37,7 +37,8 @@ class SparseEntries:
         self._tensor, self._ranks, self._reduction = tensor, ranks, reduction
         own = tensor.detach().coalesce()
         self.indices, self.values = own.indices().contiguous(), own.values().contiguous()
-        self.shape = torch.tensor([own.sparse_dim(), own.indices().shape[1], *own.shape])
+        sizes = [own.sparse_dim(), own.indices().shape[1], *own.shape]
+        self.shape = torch.tensor(sizes, dtype=torch.int64, device="cpu")
 
     def places(self, shapes: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return room for the indices and the values of each rank.
@@ -70,6 +71,8 @@ class SparseEntries:
                 torch.cat(indices, 1),
                 torch.cat(values),
                 self._tensor.shape,
+                dtype=self._tensor.dtype,
+                device="cpu",
                 check_invariants=True,
             ).coalesce()
             if self._reduction == "mean":

@@ -317,9 +317,7 @@ class Bf16RingMeans(RingMeans):
         return (total / len(gradients)).bfloat16().float()
 
 
-@pytest.mark.parametrize(
-    ("victims", "codec"), [(("1", "3"), "raw"), (("2", "0"), "raw"), (("0", "2"), "bf16")]
-)
+@pytest.mark.parametrize(("victims", "codec"), [(("1", "3"), "raw"), (("2", "0"), "bf16")])
 def test_a_ring_loses_a_rank_one_joins_and_another_is_lost(
     tmp_path: Path, programs: ForkedPrograms, victims: tuple[str, str], codec: str
 ) -> None:
@@ -455,7 +453,6 @@ def test_a_rank_is_killed_while_it_joins_and_another_joins(
         (f"{PRECOPY}:broadcast_and_finish", "2"),
         ("gradlane.training.model.update_log:UpdateLog.wait_for_steps", "0"),
         (f"{JOINING}:Joins._answer", "0"),
-        (f"{JOINING}:Joins._answer", "2"),
         ("gradlane.training.rendezvous.join_requests:JoinRequests.invite", "0"),
         ("gradlane.training.model.prepared:connect_to_join", "0"),
         ("gradlane.training.model.joining:_hand_over", "2"),
