@@ -425,18 +425,27 @@ def table(content: dict[str, Any]) -> str:
     return "\n".join([*lines, "", said])
 
 
+def between(text: str, marks: tuple[str, str], inner: str) -> str:
+    """Return a text with something else between its marks.
+
+    Raises:
+        ValueError: it does not have both marks.
+    """
+    begin, end = marks
+    if begin not in text or end not in text:
+        raise ValueError(f"the page needs the lines {begin} and {end}")
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}{inner}{end}{tail}"
+
+
 def with_table(page: str, measured: str) -> str:
     """Return a page with another table between its marks.
 
     Raises:
         ValueError: it does not have both marks.
     """
-    begin, end = MARKS
-    if begin not in page or end not in page:
-        raise ValueError(f"the page needs the lines {begin} and {end}")
-    head, _, rest = page.partition(begin)
-    _, _, tail = rest.partition(end)
-    return f"{head}{begin}\n\n{measured}\n\n{end}{tail}"
+    return between(page, MARKS, f"\n\n{measured}\n\n")
 
 
 def main() -> None:

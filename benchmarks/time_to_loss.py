@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compared_with import LOCAL, RANKS, ROUND, Ranks, Way
+from benchmarks.compared_with import LOCAL, RANKS, ROUND, Ranks, Way, between
 from benchmarks.time_to_loss_chart import draw_curves
 
 from gradlane.formats.atomic_io import atomic_write_text
@@ -262,20 +262,6 @@ def sentence(content: dict[str, Any]) -> str:
         f"DDP {said('DDP')}, {said(SIXTEEN_BITS)} with its 16-bit hook and {said(POWER_SGD)} with "
         f"PowerSGD ([curves](docs/research/time-to-loss.md))."
     )
-
-
-def between(text: str, marks: tuple[str, str], inner: str) -> str:
-    """Return a text with something else between its marks.
-
-    Raises:
-        ValueError: it does not have both marks.
-    """
-    begin, end = marks
-    if begin not in text or end not in text:
-        raise ValueError(f"the page needs {begin} and {end}")
-    head, _, rest = text.partition(begin)
-    _, _, tail = rest.partition(end)
-    return f"{head}{begin}{inner}{end}{tail}"
 
 
 def rendered(content: dict[str, Any], root: Path) -> dict[Path, str]:

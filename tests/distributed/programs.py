@@ -495,6 +495,14 @@ def dropped_works(store: Any, rank: int, world_size: int, job: str) -> list[Any]
         while columns[0, 1] != 6 and time.monotonic() < until:
             time.sleep(0.001)
         found.append(columns.tolist())
+        sparse = torch.ones(3).to_sparse()
+        dist.all_reduce(sparse, async_op=True)
+        gc.collect()
+        dist.barrier()
+        until = time.monotonic() + 30
+        while sparse.to_dense()[0] != 2 and time.monotonic() < until:
+            time.sleep(0.001)
+        found.append(sparse.to_dense().tolist())
         # Many works with and without futures: none is taken for another one.
         sums = []
         for number in range(300):

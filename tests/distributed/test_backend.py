@@ -79,7 +79,7 @@ def test_groups_outlive_their_python_objects_and_gather_lists(pool: RankPool) ->
 def test_works_that_nobody_keeps_end_in_their_memory(pool: RankPool) -> None:
     doubled = [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
     results = pool.run(f"{PROGRAMS}:dropped_works", ranks=2)
-    assert results == [[0, doubled, doubled, True]] * 2
+    assert results == [[0, doubled, doubled, [2.0] * 3, True]] * 2
 
 
 def test_a_group_is_reconfigured_for_fewer_more_and_other_ranks(pool: RankPool) -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from benchmarks import time_to_loss
+from benchmarks import compared_with, time_to_loss
 from benchmarks.time_to_loss import Point
 from benchmarks.time_to_loss_chart import draw_curves
 
@@ -71,7 +71,7 @@ def test_what_loses_is_said() -> None:
 
 def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="measured: end"):
-        time_to_loss.between("text <!-- measured: begin -->", time_to_loss.MARKS, "table")
+        compared_with.between("text <!-- measured: begin -->", time_to_loss.MARKS, "table")
 
 
 def test_each_way_is_drawn_over_seconds_and_over_steps() -> None:

@@ -441,9 +441,12 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
             self._coalesced.append(work)
         return work
 
-    def _join(self, works: Sequence[GradlaneWork]) -> GradlaneWork:
-        """Return one work for several."""
-        return GradlaneWork.joined(works, self._futures, self._group, self.failure)
+    def _join(self, works: Sequence[GradlaneWork], **also: Any) -> GradlaneWork:
+        """Return one work for several; see `GradlaneWork.joined` for what else."""
+        work = GradlaneWork.joined(works, self._futures, self._group, self.failure, **also)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def _reduce_sparse(self, tensor: torch.Tensor, opts: Any) -> GradlaneWork:
         """Sum or average a sparse tensor of all ranks, in place, in the order of the ranks."""
@@ -460,14 +463,7 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
             self._run("all_to_all", [own for _ in every], places, opts)
             for own, places in ((entries.indices, indices), (entries.values, values))
         ]
-        return GradlaneWork.joined(
-            works,
-            self._futures,
-            self._group,
-            self.failure,
-            outputs=[tensor],
-            then=lambda: entries.add(indices, values),
-        )
+        return self._join(works, outputs=[tensor], then=lambda: entries.add(indices, values))
 
     def failure(self, error: Exception) -> Exception:
         """Return the exception of torch for one of the core."""

@@ -77,10 +77,12 @@ class GradlaneWork(c10d.Work):  # type: ignore[misc]
             then()
 
         calls = [call for work in works for call in work._works]
+        # Outputs of its own are kept until `then`, also where nobody keeps the work.
+        kept = outputs or []
         if outputs is None:
             outputs = [output for work in works for output in work._outputs]
         number = works[-1]._number if works else 0
-        return cls(futures, group, calls, [], outputs, failure, finish, number)
+        return cls(futures, group, calls, kept, outputs, failure, finish, number)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait until the call has ended.
