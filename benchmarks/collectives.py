@@ -17,7 +17,6 @@ import datetime
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,13 +27,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from benchmarks.collectives_chart import draw_quotients
-from benchmarks.rank_environment import rank_environment
+from benchmarks.rank_environment import told_by_rank_0
 from torch._C._distributed_c10d import TCPStore
 
 import gradlane.distributed
 from gradlane.formats.link_report import PAYLOAD_SHARE
 from gradlane.formats.rates import parse_rate
-from gradlane.lab.cluster.namespaces import EmulatedCluster
+from gradlane.lab.cluster.namespaces import INTERFACE
 
 SIZES = (8, 64, 1024, 8192, 65_536, 1 << 20, 8 << 20, 64 << 20)
 BACKENDS = ("gradlane", "gloo")
@@ -141,28 +140,13 @@ def _on_this_machine(ranks: int, options: dict[str, Any]) -> Any:
 
 
 def _on_shaped_ports(ranks: int, options: dict[str, Any]) -> Any:
-    command = [sys.executable, "-m", "benchmarks.collectives", "--measure", json.dumps(options)]
-    with EmulatedCluster(ranks, options["rate_bps"]) as cluster:
-        processes = [
-            cluster.spawn(
-                rank,
-                command,
-                environment={
-                    **rank_environment(cluster, rank, ranks, cluster.next_port()),
-                    "GRADLANE_INTERFACE": "eth0",
-                    "GLOO_SOCKET_IFNAME": "eth0",
-                    "MASTER_PORT": "29533",
-                },
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            )
-            for rank in range(ranks)
-        ]
-        output = processes[0].stdout
-        assert output is not None
-        told = output.read()
-        if any(process.wait() for process in processes):
-            raise SystemExit("a rank has failed; its output is above")
-    return json.loads(told)
+    told = told_by_rank_0(
+        ranks,
+        options["rate_bps"],
+        ["-m", "benchmarks.collectives", "--measure", json.dumps(options)],
+        {"GRADLANE_INTERFACE": INTERFACE, "GLOO_SOCKET_IFNAME": INTERFACE},
+    )
+    return json.loads(b"".join(told))
 
 
 def _measure_in_namespace(options: dict[str, Any]) -> None:

@@ -12,16 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rank_environment import rank_environment
+from benchmarks.rank_environment import told_by_rank_0
 
 from gradlane.formats.rates import parse_rate
-from gradlane.lab.cluster.namespaces import EmulatedCluster
 from gradlane.planning.simulation.grid import simulate
 from gradlane.planning.simulation.profiles import Profile, ProfileTensor
 from gradlane.planning.simulation.scenarios import Cluster
@@ -114,22 +111,8 @@ def main() -> None:
         train()
         return
     rate_bps = round(parse_rate(given.rate))
-    with EmulatedCluster(given.ranks, rate_bps) as cluster:
-        processes = [
-            cluster.spawn(
-                rank,
-                [sys.executable, "-m", "benchmarks.local_step_times", "--train"],
-                environment=rank_environment(cluster, rank, given.ranks, 29521),
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            )
-            for rank in range(given.ranks)
-        ]
-        output = processes[0].stdout
-        assert output is not None
-        told = [json.loads(line) for line in output]
-        codes = [process.wait() for process in processes]
-    if any(codes):
-        raise SystemExit("a rank has failed; its output is above")
+    program = ["-m", "benchmarks.local_step_times", "--train"]
+    told = [json.loads(line) for line in told_by_rank_0(given.ranks, rate_bps, program)]
     rows = []
     for (update, codec), found in zip(WAYS, told, strict=True):
         row = predicted(parse_local(update), codec, given.ranks, float(rate_bps))

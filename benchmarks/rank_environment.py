@@ -1,6 +1,10 @@
-"""What a rank of a benchmark finds in its environment, one rank a node of an emulated cluster."""
+"""Ranks of a benchmark, one a node of an emulated cluster: their environment, and their start."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 
 from gradlane.lab.cluster.namespaces import EmulatedCluster
 
@@ -25,3 +29,36 @@ def rank_environment(
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
+
+
+def told_by_rank_0(
+    ranks: int, rate_bps: int, program: Sequence[str], environment: Mapping[str, str] | None = None
+) -> list[bytes]:
+    """Run a program on each node of a new cluster, and return the lines that rank 0 printed.
+
+    Args:
+        ranks: number of nodes, one rank each.
+        rate_bps: of each node's port.
+        program: arguments of this Python's interpreter.
+        environment: variables beside those of `rank_environment`.
+
+    Raises:
+        SystemExit: a rank has failed.
+    """
+    with EmulatedCluster(ranks, rate_bps) as cluster:
+        port = cluster.next_port()
+        processes = [
+            cluster.spawn(
+                rank,
+                [sys.executable, *program],
+                environment={**rank_environment(cluster, rank, ranks, port), **(environment or {})},
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            )
+            for rank in range(ranks)
+        ]
+        output = processes[0].stdout
+        assert output is not None
+        told = list(output)
+        if any([process.wait() for process in processes]):
+            raise SystemExit("a rank has failed; its output is above")
+    return told

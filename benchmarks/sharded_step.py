@@ -2,7 +2,7 @@
 
 Two nodes of two ranks are two network namespaces with a shaped cable (root; `ip` and `tc`):
 
-    python benchmarks/sharded_step.py --rate 100mbit --steps 12
+    python -m benchmarks.sharded_step --rate 100mbit --steps 12
 
 Layers sleep in place of computing, so that a loaded machine changes little, and all engines train
 in the same processes, one step of each in turn; one trains each node by itself. Printed are medians
@@ -57,7 +57,16 @@ def start(arguments: argparse.Namespace) -> None:
                 **{"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511"},
                 **{"GLOO_SOCKET_IFNAME": f"c{node}", "OMP_NUM_THREADS": "1"},
             }
-            command = ["ip", "netns", "exec", NAMES[node], sys.executable, *sys.argv, "--rank"]
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                NAMES[node],
+                sys.executable,
+                "-m",
+                "benchmarks.sharded_step",
+            ]
+            command += [*sys.argv[1:], "--rank"]
             ranks.append(subprocess.Popen(command, env=environment))
         for process in ranks:
             process.wait()
@@ -70,39 +79,11 @@ def train(arguments: argparse.Namespace) -> None:
     """Train with every engine in turn, and print rank 0's step times."""
     import torch
     import torch.distributed as dist
-    from torch import Tensor, nn
+    from benchmarks.sleeping_layers import sleeping_layers
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     import gradlane
-
-    class Sleep(torch.autograd.Function):
-        """The identity, which takes a third of a layer's time in forward and the rest after it."""
-
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            """Sleep for a layer's forward."""
-            time.sleep(arguments.layer_ms / 3000)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradient: Tensor) -> Tensor:
-            """Sleep for a layer's backward."""
-            time.sleep(arguments.layer_ms / 1500)
-            return gradient[0]
-
-    class Layer(nn.Module):
-        """A layer of which a row is used: nearly all of its time is slept."""
-
-        def __init__(self) -> None:
-            """Make its weight."""
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(arguments.elements // 64, 64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            """Return the input and a little of the weight."""
-            out: Tensor = Sleep.apply(x) + self.weight.mean(0)
-            return out
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -120,7 +101,7 @@ def train(arguments: argparse.Namespace) -> None:
     ):
         policy = MixedPrecisionPolicy(reduce_dtype=dtype)
         mesh = both if name.startswith("hsdp") else both["shard"]
-        model = nn.Sequential(*(Layer() for _ in range(arguments.layers)))
+        model = sleeping_layers(arguments.layers, arguments.elements, arguments.layer_ms / 1000)
         for layer in model:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
