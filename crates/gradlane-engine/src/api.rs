@@ -7,10 +7,10 @@ mod options;
 mod output;
 mod staleness;
 
-pub(crate) use error::{never_refused, violation, Validated};
+pub(crate) use error::{violation, Validated};
 pub use error::{Failure, Outstanding, PlanError, ProtocolError, Refusal, UsageError};
 pub use input::{Input, JobId, JobResult, LaneNews};
-pub use journal::{Divergence, Entry, Journal, JournaledEngine};
+pub use journal::{Entry, Journal};
 pub use options::{EngineOptions, GoingOn, FRAME_BYTES_DEFAULT};
 pub use output::{
     BufferRef, Event, Job, Memory, Operation, Payload, PayloadDest, PeerQueueStats, QueueStats,

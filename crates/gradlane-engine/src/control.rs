@@ -4,16 +4,15 @@
 pub(crate) mod blame;
 mod contributors;
 mod coordinator;
-mod goodbye;
 mod interrupted_step;
 mod lost_ranks;
 mod median_window;
 mod priority_switch;
+mod session;
 
 pub(crate) use coordinator::StepEntry;
 
 use crate::api::{violation, EngineOptions, Event, Failure, Outstanding, UsageError, Validated};
-use crate::clock::Clock;
 use crate::lane::Lane;
 use crate::membership::Membership;
 use crate::plan::Plan;
@@ -23,11 +22,11 @@ use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 use blame::{Blame, REASON_BYTES_MAX};
 use contributors::{check_frame, Contributors};
-use goodbye::Session;
 use gradlane_units::{Priority, Rank, SquareSum, Step, TensorId, Time};
 use gradlane_wire::{escaped, FrameHeader, FrameKind};
-use interrupted_step::{Changes, Holdings};
+use interrupted_step::{Changes, Holdings, Phase};
 use priority_switch::PrioritySwitch;
+use session::{Clock, Session};
 
 #[derive(Debug)]
 pub(crate) struct Control {
@@ -84,9 +83,14 @@ impl Control {
         self.clock.progressed();
     }
 
+    /// Whether training goes on when ranks are lost.
+    fn goes_on(&self) -> bool {
+        self.options.going_on.is_some()
+    }
+
     /// Whether slices are neither taken nor contributed: a membership changes.
     pub(crate) fn drops_slices(&self) -> bool {
-        self.changes.drop_slices()
+        self.changes.now.as_ref().is_some_and(|change| change.phase != Phase::Resuming)
     }
 }
 
@@ -100,7 +104,9 @@ impl Control {
             lane.cx.tell(Event::StepComplete { step });
         }
         lane.begin_contributing(entry == StepEntry::Pass);
-        self.contributors.on_step_begun(lane, entry, &mut self.clock);
+        if lane.cx.plan().drops_stragglers(step) {
+            self.contributors.on_step_begun(lane, entry, &mut self.clock);
+        }
     }
 
     /// This rank has passed a step whose contributors were known.
@@ -115,7 +121,9 @@ impl Control {
         if !self.drops_slices() && !self.switch.holds(step, tensor) {
             lane.contribute(tensor);
         }
-        self.contributors.on_submitted(lane, tensor, &mut self.clock);
+        if lane.cx.plan().drops_stragglers(step) {
+            self.contributors.on_submitted(lane, tensor, &mut self.clock);
+        }
     }
 
     /// Announces another priority vector, on rank 0.
@@ -125,7 +133,7 @@ impl Control {
         priorities: Vec<Priority>,
     ) -> Result<(), UsageError> {
         self.session.check_open()?;
-        if self.changes.are_under_way() {
+        if self.changes.now.is_some() {
             // The order of sending alone would change.
             return Ok(());
         }
@@ -241,7 +249,11 @@ impl Control {
         if self.has_ended() {
             return;
         }
-        self.tell_membership_time(lane);
+        if self.goes_on() {
+            self.tell_membership_time(lane);
+        } else {
+            self.settle(lane);
+        }
         let now = self.clock.now();
         if self.decision_timeout().is_some_and(|due| due <= now) {
             self.contributors.decide(lane, &mut self.clock);
@@ -281,7 +293,9 @@ impl Control {
     /// After a call: ends the session where a component cannot go on, or says goodbye.
     pub(crate) fn settle(&mut self, lane: &mut Lane) {
         self.end_if_aborted(lane);
-        self.advance_change(lane);
+        if self.changes.now.is_some() {
+            self.advance_change(lane);
+        }
         self.send_goodbye_when_done(lane);
     }
 
@@ -309,7 +323,7 @@ impl Control {
 
     /// While leaving: says goodbye once nothing is owed, and reports when all ranks have.
     fn send_goodbye_when_done(&mut self, lane: &mut Lane) {
-        if !self.session.is_leaving() || self.changes.are_under_way() {
+        if !self.session.is_leaving() || self.changes.now.is_some() {
             return;
         }
         let worker = lane.cx.worker();

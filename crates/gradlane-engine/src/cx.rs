@@ -40,7 +40,7 @@ pub(crate) struct Cx {
     worker: Worker,
     squares: Squares,
     /// The last results, where training goes on without lost ranks.
-    kept: KeptResults,
+    kept: Option<KeptResults>,
     /// Slices of the current step that have a result since ranks were lost, and the rank that it comes from. They are
     /// not contributed to again.
     sources: BTreeMap<SliceId, Rank>,
@@ -65,7 +65,7 @@ impl Cx {
             events: VecDeque::new(),
             worker: Worker::new(&plan),
             squares: Squares::default(),
-            kept: if keeps { KeptResults::new(&plan) } else { KeptResults::default() },
+            kept: keeps.then(|| KeptResults::new(&plan)),
             sources: BTreeMap::new(),
             abort: None,
             plan,
@@ -217,7 +217,8 @@ impl Cx {
         self.tx.clear_slices();
         self.encodes.restart();
         self.worker.restart();
-        self.buffers.free_all_but(&self.kept.buffers(), &mut self.events);
+        let kept = self.kept.as_ref().map(KeptResults::buffers).unwrap_or_default();
+        self.buffers.free_all_but(&kept, &mut self.events);
     }
 }
 
@@ -551,7 +552,7 @@ impl Cx {
 
     /// A slice's result may be released.
     pub(crate) fn finish_slice(&mut self, slice: SliceId, has_value: bool) {
-        if self.kept.are_kept() && self.kept.of(slice, self.step()).is_none() {
+        if self.kept.as_ref().is_some_and(|kept| kept.of(slice, self.step()).is_none()) {
             let empty = if has_value { KeptResult::Empty } else { KeptResult::Absent };
             self.keep(slice, empty);
         }
@@ -603,7 +604,7 @@ impl Cx {
     /// scratch whether or not the tensor's memory is open.
     pub(crate) fn place_result(&mut self, header: &FrameHeader, buffered: bool) -> Region {
         // The result lands beside the contribution, which stays whole until the result is.
-        let keeps = self.kept.are_kept();
+        let keeps = self.kept.is_some();
         if header.offset == 0 {
             self.forget_kept(header.slice);
         }
@@ -615,17 +616,17 @@ impl Cx {
 /// Results that are kept.
 impl Cx {
     pub(crate) fn keeps_results(&self) -> bool {
-        self.kept.are_kept()
+        self.kept.is_some()
     }
 
     /// The result of a slice in a step, if it is kept.
     pub(crate) fn kept_result(&self, slice: SliceId, step: Step) -> Option<KeptResult> {
-        self.kept.of(slice, step)
+        self.kept.as_ref()?.of(slice, step)
     }
 
     /// Keeps a result for ranks that may lack it, if results are kept.
     pub(crate) fn keep_result(&mut self, slice: SliceId, buffer: BufferRef, form: PayloadForm) {
-        if self.kept.are_kept() {
+        if self.kept.is_some() {
             self.buffers.retain(buffer);
             self.keep(slice, KeptResult::Buffer(buffer, form));
         }
@@ -633,15 +634,15 @@ impl Cx {
 
     fn keep(&mut self, slice: SliceId, result: KeptResult) {
         let step = self.step();
-        let read_no_longer = self.kept.keep(slice, KeptSlice { step, result });
-        read_no_longer.into_iter().flatten().for_each(|buffer| self.release(buffer));
+        let kept = self.kept.as_mut().map(|kept| kept.keep(slice, KeptSlice { step, result }));
+        kept.into_iter().flatten().flatten().for_each(|buffer| self.release(buffer));
     }
 
     /// Keeps this rank's contribution, if it cannot be made again and may have to be sent again.
     pub(crate) fn keep_contribution(&mut self, slice: SliceId, step: Step, buffer: BufferRef) {
-        if self.kept.are_kept() && self.plan.keeps_residual(slice) {
+        if let Some(kept) = self.kept.as_mut().filter(|_| self.plan.keeps_residual(slice)) {
             self.buffers.retain(buffer);
-            if let Some(old) = self.kept.keep_contribution(slice, step, buffer) {
+            if let Some(old) = kept.keep_contribution(slice, step, buffer) {
                 self.release(old);
             }
         }
@@ -649,21 +650,22 @@ impl Cx {
 
     /// This rank's contribution to a slice in a step, if it is kept; one more reference.
     pub(crate) fn kept_contribution(&mut self, slice: SliceId, step: Step) -> Option<BufferRef> {
-        let kept = self.kept.contribution(slice, step);
+        let kept = self.kept.as_ref()?.contribution(slice, step);
         kept.into_iter().for_each(|buffer| self.buffers.retain(buffer));
         kept
     }
 
     /// Forgets the kept result of a slice: the next one begins to arrive, so all have this one.
     pub(crate) fn forget_kept(&mut self, slice: SliceId) {
-        if let Some(old) = self.kept.forget(slice) {
+        if let Some(old) = self.kept.as_mut().and_then(|kept| kept.forget(slice)) {
             self.release(old);
         }
     }
 
     /// Forgets all that is kept.
     pub(crate) fn drop_kept(&mut self) {
-        self.kept.clear().into_iter().for_each(|buffer| self.release(buffer));
+        let kept = self.kept.take().as_ref().map(KeptResults::buffers);
+        kept.into_iter().flatten().for_each(|buffer| self.release(buffer));
     }
 }
 

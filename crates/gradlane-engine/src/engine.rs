@@ -1,7 +1,7 @@
 //! The engine: routes inputs to the rank's session (`control`) and to its data plane (`lane`).
 
 use crate::api::{
-    never_refused, EngineOptions, Event, Input, Job, JobId, JobResult, Outstanding, PayloadDest,
+    EngineOptions, Entry, Event, Input, Job, JobId, JobResult, Journal, Outstanding, PayloadDest,
     ProtocolError, QueueStats, Refusal, Transmit, UsageError,
 };
 use crate::control::{Control, StepEntry};
@@ -19,6 +19,7 @@ use gradlane_wire::FrameHeader;
 pub struct Engine {
     control: Control,
     lane: Lane,
+    journal: Option<Journal>,
 }
 
 impl Engine {
@@ -31,7 +32,22 @@ impl Engine {
         let rank = options.rank;
         assert!(rank.0 < plan.world_size, "{rank} is outside the plan's world");
         let lane = Lane::new(&options, plan);
-        Engine { control: Control::new(options, lane.cx.plan()), lane }
+        Engine { control: Control::new(options, lane.cx.plan()), lane, journal: None }
+    }
+
+    /// An engine before step 0 that keeps a journal.
+    ///
+    /// # Panics
+    /// As [`Engine::new`].
+    #[must_use]
+    pub fn journaled(options: EngineOptions, plan: Arc<Plan>) -> Engine {
+        let journal = Some(Journal::new(options.clone(), Arc::clone(&plan)));
+        Engine { journal, ..Engine::new(options, plan) }
+    }
+
+    /// The journal so far, if one is kept; nothing is kept afterwards.
+    pub fn take_journal(&mut self) -> Option<Journal> {
+        self.journal.take()
     }
 
     /// An engine after step 0, with a priority vector in force from the beginning: for clusters in
@@ -79,6 +95,15 @@ impl Engine {
     /// # Panics
     /// When a job was never handed out or is reported twice, or more bytes were sent or encoded than there are.
     pub fn handle(&mut self, input: Input) -> Result<PayloadDest, Refusal> {
+        if self.journal.is_none() {
+            return self.take(input);
+        }
+        let answer = self.take(input.clone());
+        self.note(|| Entry::Input(input, answer.clone()));
+        answer
+    }
+
+    fn take(&mut self, input: Input) -> Result<PayloadDest, Refusal> {
         let answer = match input {
             Input::Header(from, header) => return Ok(self.take_header(from, &header)?),
             Input::Frame(from, header) => self.take_frame(from, &header).map_err(Refusal::from),
@@ -101,11 +126,13 @@ impl Engine {
     /// # Panics
     /// When the input is refused all the same, and as [`Engine::handle`].
     pub fn tell(&mut self, input: Input) {
-        never_refused(self.handle(input));
+        if let Err(refusal) = self.handle(input) {
+            panic!("an engine was told what it cannot take: {refusal}");
+        }
     }
 
     fn take_input(&mut self, input: Input) -> Result<(), UsageError> {
-        let Engine { control, lane } = self;
+        let Engine { control, lane, .. } = self;
         match input {
             Input::StepBegin(step) => return self.begin(step, StepEntry::Train),
             Input::StepPass(step) => return self.pass(step),
@@ -278,20 +305,29 @@ impl Engine {
 
     /// The next frame to send: the most urgent one whose peer can take it.
     pub fn poll_transmit(&mut self) -> Option<Transmit> {
-        self.lane.cx.poll_transmit()
+        let transmit = self.lane.cx.poll_transmit();
+        self.note(|| Entry::Transmit(transmit.clone()));
+        transmit
     }
 
     /// The next job for the driver's threads, most urgent first.
     pub fn poll_job(&mut self) -> Option<Job> {
-        if self.control.has_ended() {
-            return None;
-        }
-        self.lane.poll_job()
+        let job = if self.control.has_ended() { None } else { self.lane.poll_job() };
+        self.note(|| Entry::Job(job.clone()));
+        job
     }
 
     /// The next event.
     pub fn poll_event(&mut self) -> Option<Event> {
-        self.lane.cx.poll_event()
+        let event = self.lane.cx.poll_event();
+        self.note(|| Entry::Event(event.clone()));
+        event
+    }
+
+    fn note(&mut self, entry: impl FnOnce() -> Entry) {
+        if let Some(journal) = &mut self.journal {
+            journal.note(entry());
+        }
     }
 
     /// When [`Input::Time`] is wanted at the latest.

@@ -7,7 +7,7 @@
 //! is. The blocks of the step after this one may come before this one is complete, and blocks
 //! that are not released may be read while later steps go on.
 //!
-//! Where a tensor has a root, blocks go to that rank alone: see `root`.
+//! Where a tensor has a root, blocks go to that rank alone, and it sends one back.
 
 use crate::aggregator::Aggregator;
 use crate::api::{violation, BufferRef, Event, Memory, PayloadDest, Region, UsageError, Validated};

@@ -29,9 +29,9 @@ pub(crate) struct KeptSlice {
     pub(crate) result: KeptResult,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct KeptResults {
-    /// By slice; empty where none are kept.
+    /// By slice.
     slices: Vec<Option<KeptSlice>>,
     /// This rank's encoded contributions to slices without a result, whose codecs hold back what was not
     /// sent: encoded a second time, they would be without it.
@@ -42,11 +42,6 @@ impl KeptResults {
     /// Room for the results of a plan.
     pub(crate) fn new(plan: &Plan) -> KeptResults {
         KeptResults { slices: alloc::vec![None; plan.slices.len()], contributions: BTreeMap::new() }
-    }
-
-    /// Whether results are kept.
-    pub(crate) fn are_kept(&self) -> bool {
-        !self.slices.is_empty()
     }
 
     /// The result of a slice in a step, if it is here.
@@ -88,11 +83,6 @@ impl KeptResults {
     pub(crate) fn buffers(&self) -> Vec<BufferRef> {
         let results = self.slices.iter().filter_map(|&kept| buffer_of(kept));
         results.chain(self.contributions.values().map(|&(_, buffer)| buffer)).collect()
-    }
-
-    /// Forgets all; their buffers.
-    pub(crate) fn clear(&mut self) -> Vec<BufferRef> {
-        core::mem::take(self).buffers()
     }
 }
 

@@ -9,7 +9,7 @@ use crate::cx::{Cx, Next};
 use crate::gather::{self, Gather};
 use crate::jobs::{Done, Queued, Running, Task, Then, Written};
 use crate::plan::{Plan, Scheme};
-use crate::ps::{lacks_initial, pull_deferred, ParameterServer};
+use crate::ps::{pull_deferred, ParameterServer};
 use crate::rank_set::RankSet;
 use crate::ring::Ring;
 use crate::transmit::PendingEncode;
@@ -144,7 +144,7 @@ impl Lane {
             let message = format!("tensor {name:?} is not trained: it has no gradient in {step}");
             return Err(UsageError::Argument(message));
         }
-        if lacks_initial(plan, step, self.cx.rank(), submission == Submission::Absent) {
+        if plan.lacks_initial(step, self.cx.rank(), submission == Submission::Absent) {
             let message = format!("tensor {name:?} has no value to start from, which updates need");
             return Err(UsageError::Argument(message));
         }
@@ -195,7 +195,7 @@ impl Lane {
     }
 
     pub(crate) fn send_command(&mut self, command: Vec<u8>) -> Result<(), UsageError> {
-        self.ps.send_command(&mut self.cx, command)
+        self.ps.commands.send(&mut self.cx, command)
     }
 
     /// The driver knows how tensors are updated.
@@ -239,11 +239,11 @@ impl Lane {
     }
 
     pub(crate) fn check_command(&self, from: Rank, header: &FrameHeader) -> Validated<()> {
-        self.ps.check_command(&self.cx, from, header)
+        self.ps.commands.check(&self.cx, from, header)
     }
 
     pub(crate) fn take_command(&mut self, from: Rank, header: &FrameHeader) {
-        self.ps.take_command(from, header);
+        self.ps.commands.take(from, header);
     }
 }
 
@@ -300,27 +300,27 @@ impl Lane {
 /// Contributors of a step.
 impl Lane {
     pub(crate) fn begin_contributing(&mut self, passes: bool) {
-        self.ps.begin(&mut self.cx, passes);
+        self.ps.stragglers.begin(&mut self.cx, passes);
     }
 
     /// Whether this rank may pass a step: it was left out of the one before, or of this one.
     pub(crate) fn may_pass(&self, step: Step) -> bool {
-        self.cx.plan().drops_stragglers(step) && self.ps.stragglers().may_pass(self.cx.rank(), step)
+        self.cx.plan().drops_stragglers(step) && self.ps.stragglers.may_pass(self.cx.rank(), step)
     }
 
     /// Whether this rank takes no part in the current step.
     pub(crate) fn passes(&self) -> bool {
-        self.ps.stragglers().passes()
+        self.ps.stragglers.passes()
     }
 
     /// Whether this rank may still contribute to its current step.
     pub(crate) fn may_contribute(&self, step: Step) -> bool {
-        self.ps.stragglers().may_contribute(self.cx.rank(), step)
+        self.ps.stragglers.may_contribute(self.cx.rank(), step)
     }
 
     /// Whether the contributors of a step are known.
     pub(crate) fn is_decided(&self, step: Step) -> bool {
-        self.ps.stragglers().set(step).is_some()
+        self.ps.stragglers.set(step).is_some()
     }
 
     /// Whether the current step waits for a decision.
@@ -330,7 +330,7 @@ impl Lane {
     }
 
     pub(crate) fn note_submitted(&mut self, tensor: TensorId) {
-        self.ps.on_submitted(&mut self.cx, tensor);
+        self.ps.stragglers.on_submitted(&mut self.cx, tensor);
     }
 
     /// The contributors of a step are known.
@@ -343,13 +343,13 @@ impl Lane {
 impl Lane {
     /// Whether no job is under way, and everything that is owed to other ranks was sent, if anything still is.
     pub(crate) fn has_delivered_all(&self, owes_nothing: bool) -> bool {
-        let has_sent = self.cx.has_encoded_all() && self.ps.has_delivered_all();
+        let has_sent = self.cx.has_encoded_all() && self.ps.owner.has_delivered_all();
         self.cx.has_done_all() && (owes_nothing || has_sent)
     }
 
     /// Whether every push was applied and every reply is with the kernel.
     pub(crate) fn has_replied_to_all(&self) -> bool {
-        self.ps.has_replied_to_all()
+        self.ps.async_owners.is_idle()
     }
 
     /// Drops what is kept for other ranks.

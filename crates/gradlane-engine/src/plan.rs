@@ -1,7 +1,7 @@
 //! The plan: every tensor, its slices and their owners; the same on every rank.
 //!
 //! A plan never changes after it is built, and knows nothing of the machine that follows it. Priorities
-//! stand beside it (`transmit::priorities`), because they are observed while training and switched at
+//! stand beside it (`transmit::order`), because they are observed while training and switched at
 //! step boundaries.
 #![allow(missing_docs, reason = "fields with the name of their type")]
 
@@ -361,6 +361,13 @@ impl Plan {
     #[must_use]
     pub fn commands_servers(&self) -> bool {
         self.dedicated_servers > 0 && self.update == Update::Server
+    }
+
+    /// Whether a rank would leave a tensor without a value to update: rank 0 has none in step 0, and owners
+    /// keep parameters of their own.
+    pub(crate) fn lacks_initial(&self, step: Step, from: Rank, absent: bool) -> bool {
+        let keeps = self.strategy.synchrony == Synchrony::Async || self.commands_servers();
+        keeps && absent && step.is_initial() && from == Rank(0)
     }
 
     /// Ranks that train, but this one.

@@ -7,12 +7,11 @@ mod pull;
 mod server_commands;
 mod stragglers;
 
-pub(crate) use async_owner::lacks_initial;
 pub(crate) use pull::pull_deferred;
 
 use crate::aggregator::Aggregator;
 use crate::api::{
-    violation, BufferRef, Job, Operation, Outstanding, PayloadDest, Region, UsageError, Validated,
+    violation, BufferRef, Job, Operation, Outstanding, PayloadDest, Region, Validated,
 };
 use crate::cx::Cx;
 use crate::jobs::{Contribution, Done, PsTask, PsWritten, Running, Then, Written};
@@ -32,10 +31,11 @@ use stragglers::{is_early, Stragglers};
 
 #[derive(Debug)]
 pub(crate) struct ParameterServer {
-    owner: Owner,
-    async_owners: AsyncOwners,
-    stragglers: Stragglers,
-    commands: ServerCommands,
+    pub(crate) owner: Owner,
+    pub(crate) async_owners: AsyncOwners,
+    pub(crate) stragglers: Stragglers,
+    /// Commands of the ranks that train to dedicated servers.
+    pub(crate) commands: ServerCommands,
     /// The newest step of which a slice was reduced, on a dedicated server.
     newest_served: Option<Step>,
 }
@@ -87,7 +87,7 @@ impl ParameterServer {
     fn lacking<'a>(&'a self, cx: &'a Cx, owned: &'a OwnedSlice) -> impl Iterator<Item = Rank> + 'a {
         let ranks = (0..cx.plan().workers()).map(Rank);
         ranks.filter(move |&rank| {
-            self.contributes(cx, rank, owned.step()) && !owned.contributions().has(rank)
+            self.contributes(cx, rank, owned.step) && !owned.contributions.has(rank)
         })
     }
 }
@@ -226,22 +226,6 @@ impl Aggregator for ParameterServer {
     }
 }
 
-/// Commands of the ranks that train to dedicated servers.
-impl ParameterServer {
-    /// Sends this rank's command for the current step.
-    pub(crate) fn send_command(&mut self, cx: &mut Cx, it: Vec<u8>) -> Result<(), UsageError> {
-        self.commands.send(cx, it)
-    }
-
-    pub(crate) fn check_command(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<()> {
-        self.commands.check(cx, from, header)
-    }
-
-    pub(crate) fn take_command(&mut self, from: Rank, header: &FrameHeader) {
-        self.commands.take(from, header);
-    }
-}
-
 /// Updates by the driver's rules.
 impl ParameterServer {
     /// The driver knows how tensors are updated.
@@ -256,11 +240,6 @@ impl ParameterServer {
         self.async_owners.updates_paused();
     }
 
-    /// Whether every push was applied and every reply is with the kernel.
-    pub(crate) fn has_replied_to_all(&self) -> bool {
-        self.async_owners.is_idle()
-    }
-
     /// The session closes: the states go, and what is owed to ranks that have left.
     pub(crate) fn drop_states(&mut self, cx: &mut Cx) {
         self.async_owners.drop_states(cx);
@@ -271,20 +250,6 @@ impl ParameterServer {
 
 /// Stragglers.
 impl ParameterServer {
-    pub(crate) fn stragglers(&self) -> &Stragglers {
-        &self.stragglers
-    }
-
-    /// The current step has begun; whether this rank takes no part in it.
-    pub(crate) fn begin(&mut self, cx: &mut Cx, passes: bool) {
-        self.stragglers.begin(cx, passes);
-    }
-
-    /// A tensor of the current step was submitted.
-    pub(crate) fn on_submitted(&mut self, cx: &mut Cx, tensor: TensorId) {
-        self.stragglers.on_submitted(cx, tensor);
-    }
-
     /// The contributors of a step are known.
     pub(crate) fn decided(&mut self, cx: &mut Cx, step: Step, set: &RankSet) {
         self.stragglers.decided(cx, step, set);
@@ -307,7 +272,9 @@ impl ParameterServer {
         if self.owner.is_late(cx.plan(), header) {
             return self.stragglers.land_late_push(cx, from, header);
         }
-        self.commands.check_push(cx, from, header)?;
+        if cx.plan().commands_servers() {
+            self.commands.check_push(cx, from, header)?;
+        }
         let contributes = self.contributes(cx, from, header.step);
         let expected = self.expected_step(cx, from, header)?;
         let has_body = !header.flags.contains(FrameFlags::ABSENT);
@@ -315,12 +282,12 @@ impl ParameterServer {
         // A push that is applied alone is like no other.
         let is_async = cx.plan().is_async(header.step);
         let owned = self.owner.get_mut(header.slice).ok_or("not owned")?;
-        if expected != header.step || owned.is_reducing() || !contributes {
-            let state = if owned.is_reducing() { "reduces" } else { "collects for" };
+        if expected != header.step || owned.reducing || !contributes {
+            let state = if owned.reducing { "reduces" } else { "collects for" };
             return violation(format!("{}, but this rank {state} {expected}", what()));
         }
-        let arrived = owned.contributions().received_bytes(from);
-        if owned.contributions().has(from) || arrived != header.offset {
+        let arrived = owned.contributions.received_bytes(from);
+        if owned.contributions.has(from) || arrived != header.offset {
             let offset = header.offset;
             return violation(format!("{} at offset {offset} after {arrived} bytes", what()));
         }
@@ -332,7 +299,7 @@ impl ParameterServer {
             return Ok(PayloadDest::Nothing);
         }
         let bytes = cx.plan().bytes_as(header.slice, header.form);
-        let buffer = owned.contributions_mut().landing(from, || cx.acquire(bytes));
+        let buffer = owned.contributions.landing(from, || cx.acquire(bytes));
         Ok(PayloadDest::Region(buffer.whole().part(header.offset, header.length)))
     }
 
@@ -340,11 +307,11 @@ impl ParameterServer {
     fn expected_step(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<Step> {
         let owned = self.owner.get(header.slice).ok_or("not owned")?;
         let absent = header.flags.contains(FrameFlags::ABSENT);
-        if lacks_initial(cx.plan(), header.step, from, absent) {
+        if cx.plan().lacks_initial(header.step, from, absent) {
             return violation(format!("{} without a value to start from", cx.describe(header)));
         }
-        if !cx.plan().is_async(owned.step()) {
-            return Ok(owned.step());
+        if !cx.plan().is_async(owned.step) {
+            return Ok(owned.step);
         }
         let expected = self.async_owners.expected(header.slice, from);
         expected.or_else(|reason| violation(format!("{}: {}", cx.describe(header), reason.0)))
@@ -354,7 +321,7 @@ impl ParameterServer {
         if self.owner.is_late(cx.plan(), header) {
             return self.stragglers.take_late_push(cx, from, header);
         }
-        let contributions = self.owner.owned(header.slice).contributions_mut();
+        let contributions = &mut self.owner.owned(header.slice).contributions;
         contributions.receive(from, header.length);
         if header.flags.contains(FrameFlags::LAST) {
             let whole = match contributions.take_arrived(from) {
@@ -378,7 +345,7 @@ impl ParameterServer {
         priority: Priority,
     ) {
         let owned = self.owner.owned(slice);
-        let step = owned.step();
+        let step = owned.step;
         if cx.plan().is_async(step) {
             return self.async_owners.push(cx, slice, rank, contribution, priority);
         }
@@ -399,7 +366,7 @@ impl ParameterServer {
     /// Reduces a slice once its contributors are known and all of them have contributed.
     fn reduce_if_decided(&mut self, cx: &mut Cx, slice: SliceId) {
         let owned = self.owner.owned(slice);
-        let step = owned.step();
+        let step = owned.step;
         let Some(mut all) = self.stragglers.set(step).and_then(|set| owned.take_decided(set))
         else {
             return;
@@ -435,12 +402,55 @@ impl ParameterServer {
     /// Starts a job that the driver has asked for.
     pub(crate) fn start(&mut self, cx: &mut Cx, slice: SliceId, step: Step, task: PsTask) -> Job {
         match task {
-            PsTask::Reduce(counted) => {
-                let parameters = self.commands.parameters(cx, slice);
-                start_reduce(cx, (slice, step), &counted, parameters)
-            }
+            PsTask::Reduce(counted) => self.start_reduce(cx, slice, step, &counted),
             PsTask::Apply(push) => self.async_owners.start(cx, slice, push),
         }
+    }
+
+    /// The reduction of contributions: raw ones are added up into one of their buffers, encoded ones are
+    /// decoded, added up and encoded into another. With updates on the server the mean is applied.
+    fn start_reduce(
+        &self,
+        cx: &mut Cx,
+        slice: SliceId,
+        step: Step,
+        counted: &[(Rank, Contribution)],
+    ) -> Job {
+        let region = |&(_, it): &(Rank, Contribution)| match it {
+            Contribution::Own => Some(cx.gradient_region(slice)),
+            Contribution::Buffer(buffer) | Contribution::Encoded(buffer) => Some(buffer.whole()),
+            Contribution::Absent => None,
+        };
+        let inputs: Vec<Region> = counted.iter().filter_map(region).collect();
+        let (absent, divisor) = (inputs.len() < counted.len(), counted.len() as u32);
+        let mut spent: Vec<BufferRef> = counted.iter().filter_map(|(_, it)| it.buffer()).collect();
+        let encoded = counted.iter().any(|(_, it)| it.form() == Some(PayloadForm::Encoded));
+        let apply = cx.plan().updates_on_server(step, cx.plan().slice(slice).tensor);
+        let form = if encoded && !apply { PayloadForm::Encoded } else { PayloadForm::Raw };
+        cx.forget_kept(slice);
+        let reused = !encoded && !spent.is_empty();
+        let buffer =
+            if reused { spent.remove(0) } else { cx.acquire(cx.plan().bytes_as(slice, form)) };
+        let output = buffer.whole();
+        let is_current = step == cx.step();
+        let copy_to = cx.open_region(slice).filter(|_| is_current && !apply);
+        let written = PsWritten::Result { form, in_place: copy_to.is_some() };
+        let operation = match (encoded, apply) {
+            (false, false) => Operation::Reduce { inputs, absent, divisor, output, copy_to },
+            (false, true) => {
+                let parameters = self.commands.parameters(cx, slice);
+                Operation::ReduceApply { inputs, absent, divisor, parameters, output }
+            }
+            (true, false) => {
+                Operation::DecodeReduceEncode { inputs, absent, divisor, output, copy_to }
+            }
+            (true, true) => {
+                let parameters = self.commands.parameters(cx, slice);
+                Operation::DecodeReduceApply { inputs, absent, divisor, parameters, output }
+            }
+        };
+        let then = Then::Wrote(buffer, Written::Ps(written));
+        cx.start(operation, Running { slice, step, spent, then })
     }
 
     /// The driver has done a job.
@@ -453,44 +463,6 @@ impl ParameterServer {
             PsWritten::State(push) => self.async_owners.applied(cx, slice, push, output),
         }
     }
-}
-
-/// The reduction of contributions: raw ones are added up into one of their buffers, encoded ones are
-/// decoded, added up and encoded into another. With updates on the server the mean is applied.
-fn start_reduce(
-    cx: &mut Cx,
-    (slice, step): (SliceId, Step),
-    counted: &[(Rank, Contribution)],
-    parameters: Region,
-) -> Job {
-    let region = |&(_, it): &(Rank, Contribution)| match it {
-        Contribution::Own => Some(cx.gradient_region(slice)),
-        Contribution::Buffer(buffer) | Contribution::Encoded(buffer) => Some(buffer.whole()),
-        Contribution::Absent => None,
-    };
-    let inputs: Vec<Region> = counted.iter().filter_map(region).collect();
-    let (absent, divisor) = (inputs.len() < counted.len(), counted.len() as u32);
-    let mut spent: Vec<BufferRef> = counted.iter().filter_map(|(_, it)| it.buffer()).collect();
-    let encoded = counted.iter().any(|(_, it)| it.form() == Some(PayloadForm::Encoded));
-    let apply = cx.plan().updates_on_server(step, cx.plan().slice(slice).tensor);
-    let form = if encoded && !apply { PayloadForm::Encoded } else { PayloadForm::Raw };
-    cx.forget_kept(slice);
-    let reused = !encoded && !spent.is_empty();
-    let buffer = if reused { spent.remove(0) } else { cx.acquire(cx.plan().bytes_as(slice, form)) };
-    let output = buffer.whole();
-    let is_current = step == cx.step();
-    let copy_to = cx.open_region(slice).filter(|_| is_current && !apply);
-    let written = PsWritten::Result { form, in_place: copy_to.is_some() };
-    let operation = match (encoded, apply) {
-        (false, false) => Operation::Reduce { inputs, absent, divisor, output, copy_to },
-        (false, true) => Operation::ReduceApply { inputs, absent, divisor, parameters, output },
-        (true, false) => Operation::DecodeReduceEncode { inputs, absent, divisor, output, copy_to },
-        (true, true) => {
-            Operation::DecodeReduceApply { inputs, absent, divisor, parameters, output }
-        }
-    };
-    let then = Then::Wrote(buffer, Written::Ps(written));
-    cx.start(operation, Running { slice, step, spent, then })
 }
 
 // Results: what an owner gives to all ranks, and where they land.
@@ -581,7 +553,7 @@ impl ParameterServer {
         if self.owner.pending(header.slice, header.step).is_some() {
             self.serve_pull(cx, header.slice, header.step, from);
         } else {
-            self.owner.owned(header.slice).pull_early(from);
+            self.owner.owned(header.slice).early_pulls.push(from);
         }
     }
 
@@ -643,11 +615,6 @@ impl ParameterServer {
             }
         }
     }
-
-    /// Whether every result is with the kernel of all ranks that it is owed to.
-    pub(crate) fn has_delivered_all(&self) -> bool {
-        self.owner.has_delivered_all()
-    }
 }
 
 /// Results since ranks were lost.
@@ -694,7 +661,7 @@ impl ParameterServer {
         let counts = |rank: &Rank| set.is_none_or(|set| set.contains(*rank));
         for (slice, owned) in self.owner.iter() {
             let collects = cx.plan().takes_part(cx.plan().slice(slice).tensor, step);
-            if owned.step() == step && !owned.is_reducing() && collects {
+            if owned.step == step && !owned.reducing && collects {
                 self.lacking(cx, owned).filter(counts).for_each(|rank| {
                     missing.insert(rank);
                 });
@@ -725,7 +692,7 @@ impl ParameterServer {
     pub(crate) fn last_served(&self, plan: &Plan) -> Option<Step> {
         let trained = |slice: SliceId| plan.takes_part(plan.slice(slice).tensor, Step(1));
         let served = self.owner.iter().filter(|&(slice, _)| trained(slice));
-        let least = served.map(|(_, owned)| owned.step()).min();
+        let least = served.map(|(_, owned)| owned.step).min();
         least.and_then(|step| step.0.checked_sub(1)).map(Step)
     }
 
@@ -735,15 +702,15 @@ impl ParameterServer {
         let mut missing = RankSet::empty(cx.plan().world_size);
         let mut last: Option<TensorId> = None;
         for (slice, owned) in self.owner.collecting() {
-            outstanding.step = outstanding.step.max(owned.step());
+            outstanding.step = outstanding.step.max(owned.step);
             let tensor = cx.plan().slice(slice).tensor;
             if last.replace(tensor) != Some(tensor) {
                 outstanding.add_tensor(cx.plan().name_of(slice));
             }
-            let bytes = cx.plan().bytes_as(slice, owned.form().unwrap_or(PayloadForm::Raw));
+            let bytes = cx.plan().bytes_as(slice, owned.form.unwrap_or(PayloadForm::Raw));
             for rank in self.lacking(cx, owned) {
                 missing.insert(rank);
-                let arrived = owned.contributions().received_bytes(rank);
+                let arrived = owned.contributions.received_bytes(rank);
                 outstanding.bytes += bytes.saturating_sub(arrived);
             }
         }

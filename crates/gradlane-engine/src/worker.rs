@@ -253,12 +253,12 @@ impl Worker {
     pub(crate) fn missing_bytes(&self, plan: &Plan, slice: SliceId) -> u64 {
         let slot = &self.slots[slice.index()];
         let may = plan.may_be_encoded(FrameKind::Broadcast, slice, self.step);
-        let form = match slot.form() {
+        let form = match slot.form {
             Some(form) => form,
             None if may && !self.raw => PayloadForm::Encoded,
             None => PayloadForm::Raw,
         };
-        plan.bytes_as(slice, form).saturating_sub(slot.received_bytes())
+        plan.bytes_as(slice, form).saturating_sub(slot.received_bytes)
     }
 
     /// Checks that a frame of a result continues the bytes that have arrived.
@@ -269,10 +269,10 @@ impl Worker {
     ) -> Validated<()> {
         let slot = &self.slots[header.slice.index()];
         if !slot.accepts(header.offset) {
-            let (offset, arrived) = (header.offset, slot.received_bytes());
+            let (offset, arrived) = (header.offset, slot.received_bytes);
             return violation(format!("{} at offset {offset} after {arrived} bytes", what()));
         }
-        match slot.form() {
+        match slot.form {
             Some(form) if form != header.form => {
                 violation(format!("{} as {:?} after {form:?}", what(), header.form))
             }
@@ -287,7 +287,7 @@ impl Worker {
             return self.ended.then(|| plan.region(Memory::Parameter(tensor), slice));
         }
         let open =
-            self.submission(tensor) != Submission::Missing && self.slots[slice.index()].push_sent();
+            self.submission(tensor) != Submission::Missing && self.slots[slice.index()].push_sent;
         open.then(|| plan.region(Memory::Gradient(tensor), slice))
     }
 
@@ -318,12 +318,13 @@ impl Worker {
 
     /// A whole result lies in a buffer.
     pub(crate) fn hold_result(&mut self, slice: SliceId, buffer: BufferRef, form: PayloadForm) {
-        self.slots[slice.index()].hold(buffer, form);
+        let slot = &mut self.slots[slice.index()];
+        (slot.phase, slot.form) = (Phase::Buffered(buffer), Some(form));
     }
 
     /// A result without bytes waits until this rank's own push is sent.
     pub(crate) fn hold_empty_result(&mut self, slice: SliceId, has_value: bool) {
-        self.slots[slice.index()].hold_empty(has_value);
+        self.slots[slice.index()].phase = Phase::Empty { has_value };
     }
 
     /// A result of this step, whole or in part, came before the step began; false where it has no
@@ -341,7 +342,7 @@ impl Worker {
     }
 
     pub(crate) fn mark_push_sent(&mut self, slice: SliceId) {
-        self.slots[slice.index()].mark_push_sent();
+        self.slots[slice.index()].push_sent = true;
     }
 
     /// Starts to install a result that waits, if memory is open by now.
@@ -352,7 +353,7 @@ impl Worker {
 
     /// The form of the result that is being installed.
     pub(crate) fn installed_form(&self, slice: SliceId) -> PayloadForm {
-        self.slots[slice.index()].form().unwrap_or(PayloadForm::Raw)
+        self.slots[slice.index()].form.unwrap_or(PayloadForm::Raw)
     }
 
     /// A slice's result is in place, or there is none.
@@ -364,7 +365,7 @@ impl Worker {
         events: &mut VecDeque<Event>,
     ) {
         let tensor = plan.slice(slice).tensor;
-        self.slots[slice.index()].finish();
+        self.slots[slice.index()].phase = Phase::Done;
         self.tensors[tensor.index()].has_value |= has_value;
         self.part_done(plan, tensor, events);
     }
@@ -471,18 +472,6 @@ impl Slot {
         matches!(self.phase, Phase::Done | Phase::Buffered(_) | Phase::Installing)
     }
 
-    fn push_sent(&self) -> bool {
-        self.push_sent
-    }
-
-    fn form(&self) -> Option<PayloadForm> {
-        self.form
-    }
-
-    fn received_bytes(&self) -> u64 {
-        self.received_bytes
-    }
-
     /// Whether bytes from this offset on are the next ones.
     fn accepts(&self, offset: u64) -> bool {
         let arrives = matches!(self.phase, Phase::Waiting | Phase::Receiving | Phase::Buffering(_));
@@ -522,15 +511,6 @@ impl Slot {
         }
     }
 
-    fn hold(&mut self, buffer: BufferRef, form: PayloadForm) {
-        self.phase = Phase::Buffered(buffer);
-        self.form = Some(form);
-    }
-
-    fn hold_empty(&mut self, has_value: bool) {
-        self.phase = Phase::Empty { has_value };
-    }
-
     fn take_early(&mut self, early: &EarlyResult) -> bool {
         self.received_bytes = early.received_bytes;
         self.form = Some(early.form);
@@ -542,10 +522,6 @@ impl Slot {
         true
     }
 
-    fn mark_push_sent(&mut self) {
-        self.push_sent = true;
-    }
-
     fn install(&mut self, is_open: bool) -> Install {
         match self.phase {
             Phase::Buffered(buffer) if is_open => {
@@ -555,9 +531,5 @@ impl Slot {
             Phase::Empty { has_value } if self.push_sent => Install::Finish { has_value },
             _ => Install::Nothing,
         }
-    }
-
-    fn finish(&mut self) {
-        self.phase = Phase::Done;
     }
 }

@@ -92,13 +92,6 @@ pub enum Refusal {
     Protocol(#[from] ProtocolError),
 }
 
-/// Asserts that the engine took an input that it always takes.
-pub(crate) fn never_refused<T>(answer: Result<T, Refusal>) {
-    if let Err(refusal) = answer {
-        panic!("an engine was told what it cannot take: {refusal}");
-    }
-}
-
 /// Why a session ended before its time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {

@@ -3,8 +3,8 @@
 
 use super::coordinator::{Coordinator, StepEntry};
 use super::median_window::MedianWindow;
+use super::session::Clock;
 use crate::api::{violation, Event, LaneNews, Validated};
-use crate::clock::Clock;
 use crate::cx::Cx;
 use crate::lane::Lane;
 use crate::plan::Plan;
@@ -79,9 +79,6 @@ impl Contributors {
     pub(crate) fn on_step_begun(&mut self, lane: &mut Lane, entry: StepEntry, clock: &mut Clock) {
         let cx = &mut lane.cx;
         let step = cx.step();
-        if !cx.plan().drops_stragglers(step) {
-            return;
-        }
         if cx.plan().lane > 0 {
             // Where it carries nothing, all of that is submitted.
             if cx.worker().has_submitted_all() {
@@ -105,9 +102,6 @@ impl Contributors {
     /// A tensor of the current step was submitted; with the last one rank 0 hears of it.
     pub(crate) fn on_submitted(&mut self, lane: &mut Lane, tensor: TensorId, clock: &mut Clock) {
         let step = lane.cx.step();
-        if !lane.cx.plan().drops_stragglers(step) {
-            return;
-        }
         let has_all = lane.cx.worker().has_submitted_all();
         let is_last = has_all && self.note_lane(lane, step, clock.now());
         lane.note_submitted(tensor);

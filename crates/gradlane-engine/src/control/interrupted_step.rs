@@ -163,16 +163,6 @@ pub(crate) struct CommonState {
 }
 
 impl Changes {
-    /// Whether slices are neither sent nor taken.
-    pub(crate) fn are_under_way(&self) -> bool {
-        self.now.is_some()
-    }
-
-    /// Whether slices that arrive are of a membership that is over.
-    pub(crate) fn drop_slices(&self) -> bool {
-        self.now.as_ref().is_some_and(|change| change.phase != Phase::Resuming)
-    }
-
     pub(crate) fn is_in(&self, phase: Phase) -> bool {
         self.now.as_ref().is_some_and(|change| change.phase == phase)
     }

@@ -17,11 +17,6 @@ use gradlane_units::{Rank, SliceId};
 use gradlane_wire::{FrameHeader, FrameKind};
 
 impl Control {
-    /// Whether training goes on when ranks are lost.
-    pub(super) fn goes_on(&self) -> bool {
-        self.options.going_on.is_some()
-    }
-
     /// Whether the session goes on without a rank that is lost now.
     fn goes_on_without(&self, peer: Rank) -> bool {
         let membership = self.membership.as_ref();
@@ -35,7 +30,7 @@ impl Control {
         let needed = self.session.lose_member(peer) && !self.leave_the_lost(lane);
         // A change that is under way counts on the peer, also where this rank needs nobody; and whether it does,
         // only the first lane knows.
-        let counts = needed || self.changes.are_under_way() || self.follows();
+        let counts = needed || self.changes.now.is_some() || self.follows();
         if counts && self.goes_on_without(peer) {
             self.lose_member(lane, peer, reason);
         } else {

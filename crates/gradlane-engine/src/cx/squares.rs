@@ -16,7 +16,7 @@ impl Cx {
     ) -> Result<(), UsageError> {
         let plan = &self.plan;
         plan.check_measurable_squares(tensors)?;
-        if self.kept.are_kept() {
+        if self.kept.is_some() {
             let text =
                 "squares cannot be added up by owners that may be lost while training goes on";
             return Err(UsageError::Argument(text.into()));

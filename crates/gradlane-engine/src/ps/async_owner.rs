@@ -62,7 +62,7 @@ impl OwnedState {
 
 /// The states of all owned slices.
 #[derive(Debug, Default)]
-pub(super) struct AsyncOwners {
+pub(crate) struct AsyncOwners {
     /// Whether the driver knows how to update.
     updates_ready: bool,
     /// Whether replies carry what the driver reads out, and updates change nothing.
@@ -70,13 +70,6 @@ pub(super) struct AsyncOwners {
     owned: BTreeMap<SliceId, OwnedState>,
     /// Replies whose last frame is not yet with the kernel.
     replies: BTreeMap<(SliceId, Rank), Option<BufferRef>>,
-}
-
-/// Whether a rank would leave a tensor without a value to update: rank 0 has none in step 0, and owners
-/// keep parameters of their own.
-pub(crate) fn lacks_initial(plan: &Plan, step: Step, from: Rank, absent: bool) -> bool {
-    let keeps = plan.strategy.synchrony == Synchrony::Async || plan.commands_servers();
-    keeps && absent && step.is_initial() && from == Rank(0)
 }
 
 fn is_updated(plan: &Plan, slice: SliceId) -> bool {
@@ -95,7 +88,7 @@ impl AsyncOwners {
     }
 
     /// Whether every push was applied and every reply is with the kernel.
-    pub(super) fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.replies.is_empty() && self.owned.values().all(OwnedState::is_idle)
     }
 

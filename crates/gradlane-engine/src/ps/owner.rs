@@ -16,16 +16,16 @@ use gradlane_wire::{FrameHeader, PayloadForm};
 #[derive(Debug)]
 pub(super) struct OwnedSlice {
     /// Step that contributions are collected for.
-    step: Step,
-    contributions: ContributionSet,
+    pub(super) step: Step,
+    pub(super) contributions: ContributionSet,
     /// Whether the reduction is queued or under way.
-    reducing: bool,
+    pub(super) reducing: bool,
     /// In which form the step's contributions come, once one has.
-    form: Option<PayloadForm>,
+    pub(super) form: Option<PayloadForm>,
     /// That of the last header, or this rank's own for own contributions.
-    priority: Priority,
+    pub(super) priority: Priority,
     /// Ranks that pulled before the result was there.
-    early_pulls: Vec<Rank>,
+    pub(super) early_pulls: Vec<Rank>,
 }
 
 /// A result that is still owed to some ranks.
@@ -54,37 +54,9 @@ pub(super) struct ReductionInput {
 }
 
 impl OwnedSlice {
-    pub(super) fn step(&self) -> Step {
-        self.step
-    }
-
-    pub(super) fn is_reducing(&self) -> bool {
-        self.reducing
-    }
-
-    pub(super) fn contributions(&self) -> &ContributionSet {
-        &self.contributions
-    }
-
-    pub(super) fn contributions_mut(&mut self) -> &mut ContributionSet {
-        &mut self.contributions
-    }
-
-    pub(super) fn form(&self) -> Option<PayloadForm> {
-        self.form
-    }
-
     /// Whether contributions of the step may come in this form; the first one decides.
     pub(super) fn accepts_form(&mut self, form: PayloadForm) -> bool {
         *self.form.get_or_insert(form) == form
-    }
-
-    pub(super) fn has_pulled_early(&self, rank: Rank) -> bool {
-        self.early_pulls.contains(&rank)
-    }
-
-    pub(super) fn pull_early(&mut self, rank: Rank) {
-        self.early_pulls.push(rank);
     }
 
     /// Whether some contributions have come, or begun to, and others are missing.
@@ -148,7 +120,7 @@ impl OwnedSlice {
 }
 
 #[derive(Debug)]
-pub(super) struct Owner {
+pub(crate) struct Owner {
     slices: BTreeMap<SliceId, OwnedSlice>,
     broadcasts: BTreeMap<(SliceId, Step), PendingBroadcast>,
 }
@@ -250,7 +222,7 @@ impl Owner {
     }
 
     /// Whether no result is owed to any rank.
-    pub(super) fn has_delivered_all(&self) -> bool {
+    pub(crate) fn has_delivered_all(&self) -> bool {
         self.broadcasts.is_empty()
     }
 }

@@ -71,8 +71,8 @@ pub(super) fn check_pull(
     let kept = owner.pending(header.slice, header.step);
     let ready = kept.is_some_and(|pending| pending.to_pull.contains(from));
     let early = cx.plan().strategy.pull == PullRule::NextStep
-        && owned.step() == header.step
-        && !owned.has_pulled_early(from);
+        && owned.step == header.step
+        && !owned.early_pulls.contains(&from);
     if ready || early {
         return Ok(());
     }

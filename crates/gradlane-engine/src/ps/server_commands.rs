@@ -27,7 +27,7 @@ fn command_bytes_max(plan: &Plan) -> usize {
 
 /// Commands, and the parameters that dedicated servers keep.
 #[derive(Debug, Default)]
-pub(super) struct ServerCommands {
+pub(crate) struct ServerCommands {
     /// The step that this rank has sent its last command for.
     sent: Option<Step>,
     /// By rank that trains: the step that its last command is for.
@@ -40,7 +40,7 @@ pub(super) struct ServerCommands {
 
 impl ServerCommands {
     /// Sends a command for the current step to all servers, before its first contribution.
-    pub(super) fn send(&mut self, cx: &mut Cx, command: Vec<u8>) -> Result<(), UsageError> {
+    pub(crate) fn send(&mut self, cx: &mut Cx, command: Vec<u8>) -> Result<(), UsageError> {
         let refuse = |why: &str| Err(UsageError::Argument(format!("a command to servers {why}")));
         let step = cx.step();
         if !cx.plan().commands_servers() || cx.is_dedicated_server() {
@@ -64,7 +64,7 @@ impl ServerCommands {
     }
 
     /// Checks that a rank may send a command of this length for this step.
-    pub(super) fn check(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<()> {
+    pub(crate) fn check(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<()> {
         let what = || format!("a command of {} bytes for {}", header.length, header.step);
         if !cx.plan().commands_servers() || !cx.is_dedicated_server() || !cx.plan().trains(from) {
             return violation(format!("{} from {from} to {}", what(), cx.rank()));
@@ -80,15 +80,13 @@ impl ServerCommands {
         Ok(())
     }
 
-    pub(super) fn take(&mut self, from: Rank, header: &FrameHeader) {
+    pub(crate) fn take(&mut self, from: Rank, header: &FrameHeader) {
         self.received.insert(from, header.step);
     }
 
     /// Checks that a push follows its rank's command.
     pub(super) fn check_push(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<()> {
-        let commanded = header.step.is_initial()
-            || !cx.plan().commands_servers()
-            || self.received.get(&from) == Some(&header.step);
+        let commanded = header.step.is_initial() || self.received.get(&from) == Some(&header.step);
         if commanded {
             return Ok(());
         }

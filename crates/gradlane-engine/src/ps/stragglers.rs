@@ -63,7 +63,7 @@ impl Stragglers {
     }
 
     /// The current step has begun: results that came before are its own.
-    pub(super) fn begin(&mut self, cx: &mut Cx, passes: bool) {
+    pub(crate) fn begin(&mut self, cx: &mut Cx, passes: bool) {
         let step = cx.step();
         self.passes = passes;
         if cx.plan().drops_stragglers(step) {
@@ -73,7 +73,7 @@ impl Stragglers {
     }
 
     /// A tensor of the current step was submitted.
-    pub(super) fn on_submitted(&self, cx: &mut Cx, tensor: TensorId) {
+    pub(crate) fn on_submitted(&self, cx: &mut Cx, tensor: TensorId) {
         let step = cx.step();
         if cx.plan().drops_stragglers(step) && self.set(step).is_some() {
             cx.part_done(tensor);

@@ -1,5 +1,5 @@
-//! Versions of the priorities of all tensors, each in force from a step on. Their values come from the
-//! application: `python/gradlane/training/modules/forward_order.py`.
+//! The order of sending: its keys, and the versions of the priorities of all tensors, each in force from a
+//! step on. Their values come from the application: `python/gradlane/training/modules/forward_order.py`.
 
 use crate::plan::Order;
 use alloc::vec::Vec;
@@ -79,7 +79,7 @@ impl PriorityTable {
     }
 }
 
-// The order of sending and of jobs, by the priorities of `priorities.rs`.
+// The order of sending and of jobs.
 
 /// Position in the order of sending: a strict order, smaller first. Older steps first; then the first
 /// leg, where the second one waits for it; then larger priority (or earlier arrival), then tensor and

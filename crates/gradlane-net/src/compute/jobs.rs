@@ -9,7 +9,7 @@ use crate::metrics::trace::{JobEntry, Trace};
 use crate::metrics::JobKind;
 use crate::options::ChannelOptions;
 use crate::sys::lock;
-use gradlane_engine::{Input, Job as Request, JobId, JobResult, JournaledEngine};
+use gradlane_engine::{Engine, Input, Job as Request, JobId, JobResult};
 use gradlane_units::{SliceId, Step};
 use std::collections::VecDeque;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -249,7 +249,7 @@ impl JobRunner {
     /// any.
     pub(crate) fn advance(
         &mut self,
-        engine: &mut JournaledEngine,
+        engine: &mut Engine,
         memory: &mut MemoryTable,
     ) -> Result<bool, FailedJob> {
         let mut progressed = false;
@@ -272,7 +272,7 @@ impl JobRunner {
         Ok(progressed)
     }
 
-    fn report(&mut self, job: FinishedJob, engine: &mut JournaledEngine) -> Result<(), FailedJob> {
+    fn report(&mut self, job: FinishedJob, engine: &mut Engine) -> Result<(), FailedJob> {
         self.in_flight = self.in_flight.saturating_sub(1);
         if let Some(state) = job.outcome.state {
             self.state.store_state(job.slice, state);

@@ -13,7 +13,7 @@ use std::time::Duration;
 /// Frame size and send buffer of one connection.
 #[derive(Debug)]
 pub(crate) struct ConnectionFlow {
-    send_buffer: SendBuffer,
+    pub(crate) send_buffer: SendBuffer,
     frames: FrameSizer,
     /// The last sample of the path that the frame size has not seen.
     path: Option<PathEstimate>,
@@ -52,21 +52,6 @@ impl ConnectionFlow {
     pub(crate) fn frame_bytes(&mut self, now: Time) -> Option<u32> {
         self.frames.sample(now, self.path.take()?.acknowledged_bytes)
     }
-
-    /// Notes whether the I/O thread paces the connection.
-    pub(crate) fn set_paced_by_thread(&mut self, by_thread: bool) {
-        self.send_buffer.set_paced_by_thread(by_thread);
-    }
-
-    /// Whether as many bytes wait unsent as may.
-    pub(crate) fn is_full(&self) -> bool {
-        self.send_buffer.is_full()
-    }
-
-    /// Time until the unsent bytes are sent; zero where the path's rate is not known.
-    pub(crate) fn drain_time(&self) -> Duration {
-        self.send_buffer.drain_time()
-    }
 }
 
 // Keeps the kernel's send buffer as short as the path allows.
@@ -81,7 +66,7 @@ const INTERVAL_BYTES: usize = 512 << 10;
 
 /// The send buffer of one connection.
 #[derive(Debug)]
-pub(super) struct SendBuffer {
+pub(crate) struct SendBuffer {
     adapts: bool,
     ends: Ends,
     least: BufferSizes,
@@ -102,7 +87,7 @@ impl SendBuffer {
     ///
     /// # Errors
     /// When the kernel refuses the size.
-    pub(super) fn new(
+    fn new(
         socket: &dyn Socket,
         fixed_bytes: u32,
         low_water_bytes: u32,
@@ -134,11 +119,7 @@ impl SendBuffer {
     ///
     /// # Errors
     /// When the kernel refuses the new size.
-    pub(super) fn sent(
-        &mut self,
-        socket: &dyn Socket,
-        bytes: usize,
-    ) -> io::Result<Option<PathEstimate>> {
+    fn sent(&mut self, socket: &dyn Socket, bytes: usize) -> io::Result<Option<PathEstimate>> {
         self.sent_bytes += bytes;
         if self.sent_bytes < INTERVAL_BYTES {
             return Ok(None);
@@ -162,7 +143,7 @@ impl SendBuffer {
     }
 
     /// Notes whether the I/O thread paces the connection.
-    pub(super) fn set_paced_by_thread(&mut self, by_thread: bool) {
+    pub(crate) fn set_paced_by_thread(&mut self, by_thread: bool) {
         self.by_thread = by_thread;
     }
 
@@ -173,19 +154,19 @@ impl SendBuffer {
 
     /// Samples the unsent bytes, where they decide when the kernel gets more: not where the I/O thread
     /// paces the connection.
-    pub(super) fn sample_unsent(&mut self, socket: &dyn Socket) {
+    fn sample_unsent(&mut self, socket: &dyn Socket) {
         self.unsent_bytes = if self.by_thread { 0 } else { socket.unsent_bytes().unwrap_or(0) };
     }
 
     /// Whether as many bytes waited unsent at the last sample as may.
-    pub(super) fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         let most = self.sizes.unsent_bytes;
         most > 0 && self.unsent_bytes >= most
     }
 
     /// Time to send the bytes that waited unsent at the last sample; zero where the path's rate is not
     /// known.
-    pub(super) fn drain_time(&self) -> Duration {
+    pub(crate) fn drain_time(&self) -> Duration {
         if self.delivery_bytes_per_s == 0 {
             return Duration::ZERO;
         }
@@ -201,7 +182,7 @@ fn differ(old_bytes: u64, new_bytes: u64) -> bool {
 }
 
 // The size of frames: as large as was asked for, and up to three times as large on a connection so fast
-// that an urgent slice hardly waits longer for them. The engine's `transmit/message.rs` cuts messages into them.
+// that an urgent slice hardly waits longer for them. The engine's scheduler cuts messages into them.
 
 /// A window of the rate is at least this long: turns of the thread and bursts of acknowledgements must
 /// be short beside it.
@@ -211,7 +192,7 @@ const SMOOTHING: Smoothing = Smoothing::DecayingMax { share: 0.125 };
 
 /// The size of frames on one connection.
 #[derive(Debug)]
-pub(super) struct FrameSizer {
+struct FrameSizer {
     asked_bytes: u32,
     multiple: u32,
     /// The begin of the window and the bytes that were acknowledged by then.
@@ -221,13 +202,13 @@ pub(super) struct FrameSizer {
 
 impl FrameSizer {
     /// Makes the sizer of a new connection, whose rate is not known.
-    pub(super) fn new(asked_bytes: u32) -> FrameSizer {
+    fn new(asked_bytes: u32) -> FrameSizer {
         FrameSizer { asked_bytes, multiple: 1, window: None, rate: RateEstimator::new(SMOOTHING) }
     }
 
     /// Takes the bytes that were acknowledged since the connection began. Returns the size of frames from
     /// now on, if it changes.
-    pub(super) fn sample(&mut self, now: Time, acknowledged_bytes: u64) -> Option<u32> {
+    fn sample(&mut self, now: Time, acknowledged_bytes: u64) -> Option<u32> {
         let (began, before) = *self.window.get_or_insert((now, acknowledged_bytes));
         let elapsed = now.since(began);
         if elapsed < WINDOW_MIN {

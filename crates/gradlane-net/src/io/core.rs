@@ -17,8 +17,8 @@ use crate::sys::poller::Interest;
 use crate::sys::socket::Socket;
 use crate::sys::suspend_aware_clock::SuspendAwareClock;
 use gradlane_engine::{
-    EngineOptions, Event, Failure, Input, JournaledEngine, Payload, PayloadDest, Refusal, Region,
-    Synchrony, Transmit,
+    Engine, EngineOptions, Event, Failure, Input, Payload, PayloadDest, Refusal, Region, Synchrony,
+    Transmit,
 };
 use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
@@ -70,7 +70,7 @@ impl Peer {
 pub(super) struct Core {
     /// The lane's number.
     pub(super) lane: usize,
-    pub(super) engine: JournaledEngine,
+    pub(super) engine: Engine,
     /// By rank; `None` for this rank itself.
     pub(super) peers: Vec<Option<Peer>>,
     pub(super) memory: MemoryTable,
@@ -116,7 +116,11 @@ impl Core {
         };
         Ok(Core {
             lane,
-            engine: JournaledEngine::new(engine_options, Arc::clone(&plan), options.journal),
+            engine: if options.journal {
+                Engine::journaled(engine_options, Arc::clone(&plan))
+            } else {
+                Engine::new(engine_options, Arc::clone(&plan))
+            },
             peers: Vec::with_capacity(plan.world_size as usize),
             memory: MemoryTable::new(plan.tensors.len()),
             jobs: JobRunner::new(&shared, lane, &options)?,

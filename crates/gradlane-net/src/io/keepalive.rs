@@ -12,9 +12,6 @@ impl Lane {
     pub(super) fn check_keepalive(&mut self) {
         let core = &mut self.core;
         let now = core.now;
-        if now < self.next_keepalive_check {
-            return;
-        }
         let silence = core.options.silence_timeout();
         let is_async = core.is_async();
         let mut next = now + silence;

@@ -96,7 +96,9 @@ impl Lane {
     /// `None` when the session has ended.
     pub(super) fn send(&mut self) -> Option<Sleep> {
         self.disconnect();
-        self.check_keepalive();
+        if self.core.now >= self.next_keepalive_check {
+            self.check_keepalive();
+        }
         let hurry = self.pump();
         if self.core.has_ended() {
             return None;
@@ -145,7 +147,7 @@ impl Lane {
             if let Some(until_due) = pacer.and_then(|pacer| pacer.until_due(core.now)) {
                 all_due = all_due.max(Some(until_due));
             } else {
-                let drain_time = connection.flow.drain_time();
+                let drain_time = connection.flow.send_buffer.drain_time();
                 first_drained =
                     Some(first_drained.map_or(drain_time, |it: Duration| it.min(drain_time)));
             }
@@ -212,7 +214,8 @@ impl Lane {
             count(&self.shared.metrics.peers[rank.index()].sent_bytes, total as u64);
         }
         connection.flow.sent(socket, total);
-        let takes_more = matches!(result, Ok(Flushed::All)) && !connection.flow.is_full();
+        let takes_more =
+            matches!(result, Ok(Flushed::All)) && !connection.flow.send_buffer.is_full();
         if total > 0 {
             connection.last_sent = core.now;
         }
@@ -220,7 +223,10 @@ impl Lane {
             core.engine.tell(Input::FrameBytes(rank, frame_bytes));
         }
         core.sent(rank, total, &mut self.sent);
-        connection.flow.set_paced_by_thread(core.pacer(rank).is_some_and(Pacer::by_thread));
+        connection
+            .flow
+            .send_buffer
+            .set_paced_by_thread(core.pacer(rank).is_some_and(Pacer::by_thread));
         let writable = takes_more && core.may_send(rank);
         if let Err(error) = result {
             self.on_send_error(rank, &error);

@@ -1,5 +1,6 @@
 //! The end of a session: in good order (finish, goodbye, closed) or by a failure. A failure is reported
 //! once, with the outstanding tensors, and told to the other ranks, so that all name the same culprit.
+//! Beside it the clock, by which time-outs are measured.
 
 use crate::api::{violation, Event, Failure, UsageError, Validated};
 use crate::cx::Cx;
@@ -9,7 +10,8 @@ use crate::transmit::Body;
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::string::{String, ToString};
-use gradlane_units::{Rank, Step};
+use core::time::Duration;
+use gradlane_units::{Rank, Step, Time};
 use gradlane_wire::FrameKind;
 
 #[derive(Debug)]
@@ -201,5 +203,37 @@ impl Session {
         }
         let header = cx.control_header(FrameKind::Abort);
         cx.send_control(others, header, Body::Inline(failure.notice.clone()));
+    }
+}
+
+/// Time as the driver tells it, and the last progress.
+#[derive(Debug)]
+pub(crate) struct Clock {
+    now: Time,
+    progress_at: Time,
+}
+
+impl Clock {
+    pub(crate) fn new() -> Clock {
+        Clock { now: Time::ZERO, progress_at: Time::ZERO }
+    }
+
+    pub(crate) fn now(&self) -> Time {
+        self.now
+    }
+
+    /// Moves on; time never goes back.
+    pub(crate) fn advance(&mut self, now: Time) {
+        self.now = self.now.max(now);
+    }
+
+    /// Notes that something moved.
+    pub(crate) fn progressed(&mut self) {
+        self.progress_at = self.now;
+    }
+
+    /// When a timeout after the last progress ends.
+    pub(crate) fn deadline(&self, timeout: Duration) -> Time {
+        self.progress_at + timeout
     }
 }
