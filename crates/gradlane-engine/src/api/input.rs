@@ -38,7 +38,12 @@ pub enum LaneNews {
     /// From the first lane: all ranks have left.
     Closed,
     /// To the first lane: this rank has submitted all that a lane carries of a step.
-    Submitted(Step),
+    Submitted {
+        /// The step.
+        step: Step,
+        /// Whether the results of all that were here by then.
+        had_results: bool,
+    },
     /// From the first lane: the contributors of a step are these.
     Contributors(Step, Vec<Rank>),
 }

@@ -31,6 +31,8 @@ pub(crate) struct Contributors {
     between: MedianWindow,
     /// In the first lane: those in which this rank has submitted all of this step.
     submitted: (Step, u32),
+    /// Whether all results of these lanes were here by then.
+    had_results: bool,
 }
 
 impl Contributors {
@@ -82,7 +84,7 @@ impl Contributors {
         if cx.plan().lane > 0 {
             // Where it carries nothing, all of that is submitted.
             if cx.worker().has_submitted_all() {
-                self.note_lane(lane, step, clock.now());
+                self.note_lane(lane, step, true, clock.now());
             }
         } else if let Some(coordinator) = &mut self.coordinator {
             match coordinator.begun(cx.rank(), step, entry, clock.now()) {
@@ -103,7 +105,8 @@ impl Contributors {
     pub(crate) fn on_submitted(&mut self, lane: &mut Lane, tensor: TensorId, clock: &mut Clock) {
         let step = lane.cx.step();
         let has_all = lane.cx.worker().has_submitted_all();
-        let is_last = has_all && self.note_lane(lane, step, clock.now());
+        let had_results = has_all && has_whole_result(&lane.cx, step);
+        let is_last = has_all && self.note_lane(lane, step, had_results, clock.now());
         lane.note_submitted(tensor);
         if is_last {
             self.tell_submitted(lane, step, clock);
@@ -115,31 +118,33 @@ impl Contributors {
         &mut self,
         lane: &mut Lane,
         step: Step,
+        had_results: bool,
         clock: &mut Clock,
     ) {
-        if self.note_lane(lane, step, clock.now()) {
+        if self.note_lane(lane, step, had_results, clock.now()) {
             self.tell_submitted(lane, step, clock);
         }
     }
 
-    /// All that a lane carries of the current step was submitted. Returns whether that is so in all lanes of this
-    /// rank, which the first one knows, and it takes part in the step, which may go on without it.
-    fn note_lane(&mut self, lane: &mut Lane, step: Step, now: Time) -> bool {
+    /// All that a lane carries of the current step was submitted, when its results were here or not. Returns whether
+    /// that is so in all lanes of this rank, which the first one knows, and it takes part in the step, which may go
+    /// on without it.
+    fn note_lane(&mut self, lane: &mut Lane, step: Step, had_results: bool, now: Time) -> bool {
         if lane.passes() {
             return false;
         }
         if lane.cx.plan().lane > 0 {
-            lane.cx.tell(Event::TellLead(LaneNews::Submitted(step)));
+            lane.cx.tell(Event::TellLead(LaneNews::Submitted { step, had_results }));
             return false;
         }
         if self.submitted.0 != step {
-            self.submitted = (step, 0);
+            (self.submitted, self.had_results) = ((step, 0), true);
         }
         self.submitted.1 += 1;
+        self.had_results &= had_results;
         let is_last = self.has_submitted_all(&lane.cx, step);
         if is_last && !lane.may_contribute(step) {
-            let behind =
-                self.is_behind(step, now).unwrap_or_else(|| has_whole_result(&lane.cx, step));
+            let behind = self.is_behind(step, now).unwrap_or(self.had_results);
             lane.cx.tell(Event::LeftOut { step, behind });
         }
         is_last
@@ -170,7 +175,7 @@ impl Contributors {
     }
 }
 
-/// Whether all results of the current step are here, installed or not.
+/// Whether all results of the current step are here that this lane carries, installed or not.
 fn has_whole_result(cx: &Cx, step: Step) -> bool {
     cx.plan().slice_ids().all(|slice| {
         let takes_part = cx.plan().takes_part(cx.plan().slice(slice).tensor, step);

@@ -370,8 +370,9 @@ impl Control {
                 self.agree(lane, generation, members, is_through, reason);
             }
             LaneNews::Closed => return self.close(lane),
-            LaneNews::Submitted(step) => {
-                self.contributors.on_submitted_in_a_lane(lane, step, &mut self.clock);
+            LaneNews::Submitted { step, had_results } => {
+                let clock = &mut self.clock;
+                self.contributors.on_submitted_in_a_lane(lane, step, had_results, clock);
             }
             LaneNews::Contributors(step, ranks) => {
                 let set = RankSet::of(lane.cx.plan().world_size, ranks);
