@@ -270,7 +270,7 @@ impl ParameterServer {
         header: &FrameHeader,
     ) -> Validated<PayloadDest> {
         if self.owner.is_late(cx.plan(), header) {
-            return self.stragglers.land_late_push(cx, from, header);
+            return self.stragglers.land_late(cx, from, header);
         }
         if cx.plan().commands_servers() {
             self.commands.check_push(cx, from, header)?;
@@ -319,7 +319,7 @@ impl ParameterServer {
 
     fn take_push(&mut self, cx: &mut Cx, from: Rank, header: &FrameHeader) {
         if self.owner.is_late(cx.plan(), header) {
-            return self.stragglers.take_late_push(cx, from, header);
+            return self.stragglers.late.take(cx, from, header);
         }
         let contributions = &mut self.owner.owned(header.slice).contributions;
         contributions.receive(from, header.length);
@@ -371,7 +371,7 @@ impl ParameterServer {
         else {
             return;
         };
-        self.stragglers.expect_late_pushes(slice, step, core::mem::take(&mut all.arriving));
+        self.stragglers.late.expect(slice, step, core::mem::take(&mut all.arriving));
         for (_, dropped) in core::mem::take(&mut all.dropped) {
             if let Some(buffer) = dropped.buffer() {
                 cx.release(buffer);
@@ -492,7 +492,7 @@ impl ParameterServer {
             self.note_served(cx, step);
             buffer.into_iter().for_each(|result| self.commands.keep(cx, slice, step, result));
         } else if is_early(cx, step) {
-            self.stragglers.keep_early(cx, slice, step, buffer, form);
+            self.stragglers.early.keep(cx, slice, step, buffer, form);
         } else {
             match buffer {
                 Some(buffer) if !in_place => {
@@ -574,7 +574,7 @@ impl ParameterServer {
         header: &FrameHeader,
     ) -> Validated<PayloadDest> {
         if is_early(cx, header.step) {
-            return self.stragglers.land_early(cx, from, header);
+            return self.stragglers.early.land(cx, from, header);
         }
         let what = || cx.describe(header);
         let step = cx.step();
@@ -602,7 +602,7 @@ impl ParameterServer {
 
     fn take_broadcast(&mut self, cx: &mut Cx, header: &FrameHeader) {
         if is_early(cx, header.step) {
-            return self.stragglers.take_early(header);
+            return self.stragglers.early.take(header);
         }
         match cx.receive_result(header) {
             Arrived::Part => {}

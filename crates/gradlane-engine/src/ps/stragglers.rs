@@ -27,8 +27,8 @@ const SETS_KEPT: u64 = 8;
 #[derive(Debug, Default)]
 pub(crate) struct Stragglers {
     sets: BTreeMap<Step, RankSet>,
-    early: EarlyResults,
-    late: DroppedPushes,
+    pub(super) early: EarlyResults,
+    pub(super) late: DroppedPushes,
     /// Whether this rank takes no part in the current step.
     passes: bool,
 }
@@ -96,21 +96,9 @@ impl Stragglers {
             }
         }
     }
-}
 
-/// Late pushes and early results.
-impl Stragglers {
-    /// Pushes of a step that goes on without them are still arriving.
-    pub(super) fn expect_late_pushes(
-        &mut self,
-        slice: SliceId,
-        step: Step,
-        arriving: Vec<(Rank, Arriving)>,
-    ) {
-        self.late.expect(slice, step, arriving);
-    }
-
-    pub(super) fn land_late_push(
+    /// Where the payload of a late push goes.
+    pub(super) fn land_late(
         &mut self,
         cx: &mut Cx,
         from: Rank,
@@ -119,41 +107,12 @@ impl Stragglers {
         let counts = self.set(header.step).is_some_and(|set| set.contains(from));
         self.late.land(cx, from, header, counts)
     }
-
-    pub(super) fn take_late_push(&mut self, cx: &mut Cx, from: Rank, header: &FrameHeader) {
-        self.late.take(cx, from, header);
-    }
-
-    pub(super) fn land_early(
-        &mut self,
-        cx: &mut Cx,
-        from: Rank,
-        header: &FrameHeader,
-    ) -> Validated<PayloadDest> {
-        self.early.land(cx, from, header)
-    }
-
-    pub(super) fn take_early(&mut self, header: &FrameHeader) {
-        self.early.take(header);
-    }
-
-    /// This rank's own result of a step that its worker has not come to.
-    pub(super) fn keep_early(
-        &mut self,
-        cx: &mut Cx,
-        slice: SliceId,
-        step: Step,
-        buffer: Option<BufferRef>,
-        form: PayloadForm,
-    ) {
-        self.early.keep(cx, slice, step, buffer, form);
-    }
 }
 
 // Results of steps that this rank's worker has not come to: they wait in buffers until it begins them.
 
 #[derive(Debug, Default)]
-struct EarlyResults {
+pub(super) struct EarlyResults {
     results: BTreeMap<(Step, SliceId), EarlyResult>,
 }
 
@@ -176,7 +135,12 @@ impl EarlyResults {
     }
 
     /// Where the payload of an early result goes.
-    fn land(&mut self, cx: &mut Cx, from: Rank, header: &FrameHeader) -> Validated<PayloadDest> {
+    pub(super) fn land(
+        &mut self,
+        cx: &mut Cx,
+        from: Rank,
+        header: &FrameHeader,
+    ) -> Validated<PayloadDest> {
         let current = cx.step();
         let furthest = cx.plan().strategy.synchrony.stragglers().map_or(0, |it| it.ahead_steps);
         let known = self.results.get(&(header.step, header.slice)).copied();
@@ -211,7 +175,7 @@ impl EarlyResults {
     }
 
     /// Takes a frame of an early result.
-    fn take(&mut self, header: &FrameHeader) {
+    pub(super) fn take(&mut self, header: &FrameHeader) {
         let has_value = !header.flags.contains(FrameFlags::ABSENT);
         let form = header.form;
         let early = self.results.entry((header.step, header.slice)).or_insert(EarlyResult {
@@ -228,8 +192,8 @@ impl EarlyResults {
         }
     }
 
-    /// Keeps this rank's own result.
-    fn keep(
+    /// This rank's own result.
+    pub(super) fn keep(
         &mut self,
         cx: &mut Cx,
         slice: SliceId,
@@ -250,13 +214,14 @@ impl EarlyResults {
 // Pushes of ranks that a step went on without: they land in buffers and are dropped.
 
 #[derive(Debug, Default)]
-struct DroppedPushes {
+pub(super) struct DroppedPushes {
     /// By slice and sender.
     arriving: BTreeMap<(SliceId, Rank), (Step, Arriving)>,
 }
 
 impl DroppedPushes {
-    fn expect(&mut self, slice: SliceId, step: Step, arriving: Vec<(Rank, Arriving)>) {
+    /// Pushes of a step that goes on without them are still arriving.
+    pub(super) fn expect(&mut self, slice: SliceId, step: Step, arriving: Vec<(Rank, Arriving)>) {
         for (rank, arriving) in arriving {
             self.arriving.insert((slice, rank), (step, arriving));
         }
@@ -301,7 +266,7 @@ impl DroppedPushes {
     }
 
     /// Takes a frame of a late push; with the last one the push is dropped.
-    fn take(&mut self, cx: &mut Cx, from: Rank, header: &FrameHeader) {
+    pub(super) fn take(&mut self, cx: &mut Cx, from: Rank, header: &FrameHeader) {
         let key = (header.slice, from);
         if let Some((_, arriving)) = self.arriving.get_mut(&key) {
             arriving.received_bytes += u64::from(header.length);
