@@ -179,6 +179,8 @@ def main() -> None:
     lost = [[row["rank"], row["step"]] for row in session.metrics()["lost"]]
     residuals = [row["residuals"] for row in session.metrics()["lost"]]
     codecs = {one.tensor: one.codec for one in session.monitoring.codecs}
+    # Each lane has a thread of its own.
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     session.close()
     torch.save(
         {
@@ -192,6 +194,7 @@ def main() -> None:
             "asked": asked,
             "codecs": codecs,
             "owners": owners,
+            "lanes": threads.count("gradlane-io"),
         },
         Path(job["folder"]) / f"rank-{own}.pt",
     )

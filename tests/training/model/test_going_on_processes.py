@@ -281,19 +281,19 @@ def check_reference(
 
 
 @pytest.mark.parametrize(
-    ("victim", "moment"),
+    ("victim", "moment", "lanes"),
     [
-        (0, "forward"),
-        (0, "backward"),
-        (2, "backward"),
-        (2, "after backward"),
-        (0, "after step"),
+        (0, "forward", 1),
+        (0, "backward", 2),
+        (2, "backward", 1),
+        (2, "after backward", 2),
+        (0, "after step", 1),
     ],
 )
 def test_a_killed_rank_costs_no_step(
-    programs: ForkedPrograms, tmp_path: Path, victim: int, moment: str
+    programs: ForkedPrograms, tmp_path: Path, victim: int, moment: str, lanes: int
 ) -> None:
-    run = Run(programs, tmp_path, 4, {victim: ("sigkill", FATAL_STEP, moment)})
+    run = Run(programs, tmp_path, 4, {victim: ("sigkill", FATAL_STEP, moment)}, lanes=lanes)
     run.check_alike()
     first = run.results[run.survivors[0]]
     words = check_reference(first["states"], 4, run.survivors)
@@ -301,6 +301,8 @@ def test_a_killed_rank_costs_no_step(
     assert words[FATAL_STEP:] == ["new"] * (STEPS - FATAL_STEP)
     (change,) = first["changes"]
     assert change["members"] == tuple(run.survivors) and change["lost"] == (victim,)
+    assert FATAL_STEP - 1 <= change["step"] <= change["at"] + 1
+    assert {one["lanes"] for one in run.results.values()} == {lanes}
     assert first["gathered"] == [[[rank, change["at"]] for rank in run.survivors]]
     assert [rank for rank, _ in first["lost"]] == [victim]
     assert f"training goes on without rank {victim}" in run.errors[run.survivors[0]]
@@ -411,6 +413,7 @@ def test_a_kill_at_any_moment_of_a_training_that_never_waits(
         {victim: ("", 0, "")},
         steps=500,
         looks=False,
+        lanes=1 + seed,
         kill_after_s=draw.uniform(1.0, 2.5),
         # On a busy machine the victim is killed before it comes, and the others wait for so long.
         connect_timeout_s=20.0,

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from gradlane.training.core import load_core
+from gradlane.training.plans.settings import LEARNING_STEPS
 from tests.training.model.ranks import run_ranks
 
 RANKS, STEPS, ROWS = 3, 5, 2
+PLANNED_STEPS = LEARNING_STEPS + 3
 
 
 def network() -> nn.Sequential:
@@ -24,19 +26,22 @@ def network() -> nn.Sequential:
     return model
 
 
-def trained(lanes: int, **options: Any) -> list[Tensor]:
-    """Return the weights after some steps, which are the same on all ranks."""
+def trained(lanes: int, plan: str | None = None, **options: Any) -> list[Tensor]:
+    """Return the weights after some steps, the last ones by the plan; the same on all ranks."""
 
     def body(session: Any) -> list[Tensor]:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        prepared, optimizer = session.prepare(model, optimizer)
-        for step in range(STEPS):
+        prepared, optimizer = session.prepare(model, optimizer, plan=plan)
+        for step in range(PLANNED_STEPS if plan else STEPS):
             draw = torch.Generator().manual_seed(100 * step + session.rank)
             optimizer.zero_grad()
             inputs, wanted = (torch.randn(ROWS, size, generator=draw) for size in (48, 8))
             (prepared(inputs) - wanted).square().mean().backward()
             optimizer.step()
+        if plan:
+            session.synchronize()
+            assert session.monitoring.schemes["0.weight"] == "sfb"
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     core: Any = load_core()
@@ -53,6 +58,7 @@ def trained(lanes: int, **options: Any) -> list[Tensor]:
         {},
         {"scheme": "sfb"},
         {"scheme": "adam"},
+        {"plan": "poseidon"},
         {"scheme": "sfb", "codec": "bf16"},
         {"codec": "dgc:ratio=0.1,momentum=0.9,clip=1,warmup=2"},
         {"codec": "qsgd:bits=4"},
