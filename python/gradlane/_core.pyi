@@ -133,8 +133,11 @@ class Group:
     def watch(self, work: Work) -> None:
         """Have a work returned by `next_ended`."""
 
-    def next_ended(self, timeout_s: float) -> list[int] | None:
-        """Return the keys of watched works that have ended; none after the timeout.
+    def next_ended(self, age_s: float) -> int | None:
+        """Return the key of the oldest watched work that has ended and that none took for a time.
+
+        Args:
+            age_s: for how long it was left to other threads.
 
         None when the group is closed.
         """

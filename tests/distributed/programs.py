@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as registry
 from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -336,9 +337,10 @@ class Small(nn.Module):
 def train(
     store: Any, rank: int, world_size: int, job: str, *, way: str
 ) -> dict[str, tuple[str, list[float]]]:
-    """Train under `ddp` or `fsdp2` over each backend; return digests and losses by backend."""
+    """Train in a way over each backend; return digests and losses by backend."""
     wraps: dict[str, Callable[[nn.Module], nn.Module]] = {
         "ddp": lambda model: DistributedDataParallel(model, bucket_cap_mb=0.1),
+        "powersgd": _with_powersgd,
         "fsdp2": _sharded,
     }
     found = {}
@@ -365,6 +367,14 @@ def train(
                 digest.update(whole.detach().numpy().tobytes())
             found[backend] = (digest.hexdigest(), losses)
     return found
+
+
+def _with_powersgd(model: nn.Module) -> nn.Module:
+    """Return DDP whose hook waits for a sum in the callback of another one, in one bucket."""
+    ddp = DistributedDataParallel(model)
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return ddp
 
 
 def _sharded(model: nn.Module) -> nn.Module:

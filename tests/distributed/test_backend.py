@@ -106,7 +106,7 @@ def test_groups_of_some_ranks_do_not_meet_each_other(pool: RankPool) -> None:
     assert results == [[4.0, 2.0], [4.0, 4.0], [4.0, 2.0], [4.0, 4.0]]
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "powersgd"])
 def test_training_over_two_ranks_gives_the_bits_of_gloo(pool: RankPool, way: str) -> None:
     results = pool.run(f"{PROGRAMS}:train", ranks=2, way=way)
     for found in results:

@@ -200,11 +200,12 @@ impl Group {
         self.group.watch(&work.work);
     }
 
-    /// Keys of watched works that have ended; none after the timeout, None when the group is closed.
-    fn next_ended(&self, py: Python<'_>, timeout_s: f64) -> PyResult<Option<Vec<usize>>> {
-        let timeout = seconds(timeout_s)?;
-        let ended = py.detach(|| self.group.next_ended(timeout));
-        Ok(ended.map(|it| it.iter().map(|work| Arc::as_ptr(work) as usize).collect()))
+    /// Key of the oldest watched work that has ended and that no thread has taken for `age_s`; None when the group is
+    /// closed.
+    fn next_ended(&self, py: Python<'_>, age_s: f64) -> PyResult<Option<usize>> {
+        let age = seconds(age_s)?;
+        let ended = py.detach(|| self.group.next_ended(age));
+        Ok(ended.map(|work| Arc::as_ptr(&work) as usize))
     }
 
     /// Number of collectives that this rank has begun.

@@ -55,8 +55,8 @@ class CoreGroup(Protocol):
     def watch(self, work: Any) -> None:
         """Have a work returned by `next_ended`."""
 
-    def next_ended(self, timeout_s: float) -> list[int] | None:
-        """Return keys of watched works that have ended; None when the group is closed."""
+    def next_ended(self, age_s: float) -> int | None:
+        """Return the key of a watched work that ended `age_s` ago; None of a closed group."""
 
     def begun(self) -> int:
         """Return the number of collectives that this rank has begun."""

@@ -20,6 +20,9 @@ from gradlane.training.torch_internals import c10d, leave_work_list
 if TYPE_CHECKING:
     from gradlane.distributed.core import CoreGroup, CoreWork
 
+PATIENCE_S = 0.001
+"""For how long what has ended is left to a thread that may be waiting in a callback."""
+IDLE_THREADS_MAX = 2
 _NO_TIMEOUT = timedelta(0)
 
 
@@ -215,14 +218,21 @@ class _Waiting:
 
 
 class Futures:
-    """Calls functions when a group's works have ended, on a thread that begins with the first."""
+    """Calls functions when a group's works have ended, on threads that begin with the first.
+
+    A function may wait for another work of the group, as the callbacks of DDP's PowerSGD do. One
+    thread takes what has ended; another waits beside it, and takes what was left for `PATIENCE_S`.
+    """
 
     def __init__(self, group: CoreGroup) -> None:
         self._group = group
         self._lock = threading.RLock()
         # By key. A work may be waited for twice: by a future, and for its tensors.
         self._waiting: dict[int, tuple[CoreWork, list[_Waiting]]] = {}
-        self._thread: threading.Thread | None = None
+        self._is_begun = False
+        self._idle_threads = 0
+        self._has_first = False
+        """Whether one of the idle threads takes what has ended at once."""
         self._is_over = False
         self._process_id = os.getpid()
 
@@ -238,11 +248,9 @@ class Futures:
             if not is_done:
                 for one in works:
                     self._waiting.setdefault(one.key(), (one, []))[1].append(waiting)
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._run, name="gradlane-futures", daemon=True
-                    )
-                    self._thread.start()
+                if not self._is_begun:
+                    self._is_begun = True
+                    self._start_thread()
         if is_done:
             ended()
             return
@@ -250,11 +258,30 @@ class Futures:
             self._group.watch(one)
 
     def _run(self) -> None:
-        while (keys := self._group.next_ended(60.0)) is not None:
-            for key in keys:
-                for ended in self._ended_by(key):
-                    ended()
-        # The group is closed, and all of its works have ended.
+        while True:
+            with self._lock:
+                if self._idle_threads >= IDLE_THREADS_MAX:
+                    return
+                self._idle_threads += 1
+                is_first, self._has_first = not self._has_first, True
+            key = self._group.next_ended(0.0 if is_first else PATIENCE_S)
+            with self._lock:
+                self._idle_threads -= 1
+                self._has_first &= not is_first
+                is_alone = self._idle_threads == 0
+            if key is None:
+                break
+            if is_alone:
+                self._start_thread()
+            for ended in self._ended_by(key):
+                ended()
+        self._end()
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._run, name="gradlane-futures", daemon=True).start()
+
+    def _end(self) -> None:
+        """Call what is left: the group is closed, and all of its works have ended."""
         with self._lock:
             self._is_over = True
             rest = {id(one): one for _, waiting in self._waiting.values() for one in waiting}

@@ -78,8 +78,8 @@ struct Shared {
     /// Threads that wait while another one drives.
     waiters: Mutex<usize>,
     ended: Condvar,
-    /// Watched works that have ended.
-    reports: Mutex<VecDeque<Arc<Work>>>,
+    /// Watched works that have ended, and when.
+    reports: Mutex<VecDeque<(Instant, Arc<Work>)>>,
     reported: Condvar,
     is_closed: AtomicBool,
 }
@@ -259,23 +259,26 @@ impl Group {
         }
     }
 
-    /// Returns watched works that have ended, as soon as there are some; none after `timeout`, and `None` when the
-    /// group is closed and all were returned.
-    pub fn next_ended(&self, timeout: Duration) -> Option<Vec<Arc<Work>>> {
+    /// Returns the oldest watched work that has ended and that nobody has taken for `age`, as soon as there is one;
+    /// `None` when the group is closed and all were returned. Several threads may wait.
+    pub fn next_ended(&self, age: Duration) -> Option<Arc<Work>> {
         let mut reports = lock(&self.shared.reports);
-        let until = Instant::now() + timeout;
-        while reports.is_empty() {
-            let left = until.saturating_duration_since(Instant::now());
-            if self.shared.is_closed.load(Ordering::SeqCst) {
-                return None;
-            }
-            if left.is_zero() {
-                break;
-            }
-            let waited = self.shared.reported.wait_timeout(reports, left);
-            reports = waited.unwrap_or_else(PoisonError::into_inner).0;
+        loop {
+            let waited_for = reports.front().map(|(since, _)| since.elapsed());
+            reports = match waited_for {
+                Some(waited) if waited >= age => return reports.pop_front().map(|(_, work)| work),
+                Some(waited) => {
+                    let waited =
+                        self.shared.reported.wait_timeout(reports, age.saturating_sub(waited));
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None if self.shared.is_closed.load(Ordering::SeqCst) => return None,
+                None => {
+                    let waited = self.shared.reported.wait(reports);
+                    waited.unwrap_or_else(PoisonError::into_inner)
+                }
+            };
         }
-        Some(reports.drain(..).collect())
     }
 
     /// Number of collectives that this rank has begun.
@@ -293,8 +296,11 @@ impl Group {
         let mut links = lock(&self.shared.links);
         links.state.close();
         self.shared.flush(links, false);
+        // Under the lock, or a thread that has just looked would wait for ever.
+        let reports = lock(&self.shared.reports);
         self.shared.is_closed.store(true, Ordering::SeqCst);
         self.shared.reported.notify_all();
+        drop(reports);
         self.shared.poller.wake_one_of_several();
         self.shared.call_driver();
     }
@@ -441,7 +447,8 @@ impl Shared {
 
     fn report(&self, works: Vec<Arc<Work>>) {
         if !works.is_empty() {
-            lock(&self.reports).extend(works);
+            let now = Instant::now();
+            lock(&self.reports).extend(works.into_iter().map(|work| (now, work)));
             self.reported.notify_all();
         }
         if *lock(&self.waiters) > 0 {

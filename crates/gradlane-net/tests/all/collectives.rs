@@ -397,12 +397,33 @@ fn watched_works_are_reported_without_a_waiting_thread() {
         let reduce = call(Operation::AllReduce, vec![], vec![memory(&mut tensor)]);
         let work = group.begin(&reduce, Some(LONG), false).expect("begun");
         group.watch(&work);
-        let ended = group.next_ended(LONG).expect("an open group");
-        assert!(ended.len() == 1 && Arc::ptr_eq(&ended[0], &work));
+        let ended = group.next_ended(Duration::ZERO).expect("an open group");
+        assert!(Arc::ptr_eq(&ended, &work));
         assert_eq!(tensor[0], value(0, 0) + value(1, 0));
         begin_and_wait(&group, &call(Operation::Barrier, vec![], vec![]), LONG).expect("both");
         group.close();
-        assert!(group.next_ended(LONG).is_none());
+        assert!(group.next_ended(Duration::ZERO).is_none());
+    });
+}
+
+#[test]
+fn a_report_is_left_to_another_thread_for_a_while() {
+    run(2, b"", |rank, group| {
+        let mut tensor = values(rank, 1000);
+        let reduce = call(Operation::AllReduce, vec![], vec![memory(&mut tensor)]);
+        let begun = Instant::now();
+        let work = group.begin(&reduce, Some(LONG), false).expect("begun");
+        group.watch(&work);
+        let age = Duration::from_millis(50);
+        assert!(Arc::ptr_eq(&group.next_ended(age).expect("an open group"), &work));
+        assert!(begun.elapsed() >= age, "it was left to another thread");
+        // A thread that waits without a report is told of the end.
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| group.next_ended(age));
+            begin_and_wait(&group, &call(Operation::Barrier, vec![], vec![]), LONG).expect("both");
+            group.close();
+            assert!(waiting.join().expect("no panic").is_none());
+        });
     });
 }
 
