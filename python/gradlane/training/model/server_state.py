@@ -394,9 +394,12 @@ class ServerState:
         for rank in range(rank_info.world_size):
             try:
                 theirs = self._scope.get(f"{key}/{rank}", rank).decode()
-            except (StoreLostError, StoreValueRefusedError, PeerLostError):
+            except (StoreLostError, StoreValueRefusedError):
                 raise
             except (RendezvousError, SessionFailedError) as error:
+                # Where this rank is the one at fault, others have waited for it in a step.
+                if isinstance(error, PeerLostError) and error.rank != rank_info.rank:
+                    raise
                 text = (
                     f'optimizer.{call}() with update="server" is a collective call, which rank '
                     f"{rank} has not made: call it on every rank, also where the result is not "
