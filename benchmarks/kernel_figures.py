@@ -1,7 +1,7 @@
 """Counts what a newcomer meets in training's kernel: `python benchmarks/kernel_figures.py [TREE]`.
 
 It reads the sources of a tree, this one by default, so that two can be compared, and traces one
-step of it: `run_ranks` of its tests trains two ranks, threads over the double of the core, and each
+step of it: `run_ranks` of its tests trains two ranks, threads over the compiled core, and each
 file of gradlane that one of them enters from the begin of `backward()` to the end of the next
 forward is noted. A file is on the gradients' way if it is entered at least once for each tensor.
 """

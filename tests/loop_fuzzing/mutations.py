@@ -28,14 +28,14 @@ from gradlane.training.model.kernel.gate import Gate
 from gradlane.training.model.kernel.intake import Intake
 from gradlane.training.model.kernel.update import StepUpdate
 from gradlane.training.modules import gradient_intake as gradients
-from tests.loop_fuzzing import reluctant_core
 from tests.loop_fuzzing.generate import generate
 from tests.loop_fuzzing.verdict import Verdict, judge
+from tests.training.model.held_core import Copy, HeldChannel
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A way to break gradlane, or the double below it.
+    """A way to break gradlane, or the core below it.
 
     Attributes:
         name: what is wrong then.
@@ -124,44 +124,44 @@ def _updates_under_the_readers_modes() -> AbstractContextManager[Any]:
     return mock.patch.multiple(updates, undisturbed=contextlib.ExitStack)
 
 
-@contextlib.contextmanager
-def _wrong_divisor() -> Iterator[None]:
-    mean = reluctant_core.ReluctantWorld.mean
+def _no_mean_without_gradient() -> AbstractContextManager[Any]:
+    absent = HeldChannel.tensor_absent
 
-    def wrong(self: Any, step: int, tensor: int, lent: Any) -> torch.Tensor:
-        scale = self.world_size / max(1, sum(one.values is not None for one in lent.values()))
-        return mean(self, step, tensor, lent) * (scale if step else 1)
+    def lands_nowhere(self: Any, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        absent(self, tensor, step, pointer, nbytes)
+        if tensor in self.lent:
+            self.lent[tensor].own = self.lent[tensor].pointer
 
-    with mock.patch.object(reluctant_core.ReluctantWorld, "mean", wrong):
-        yield
-
-
-@contextlib.contextmanager
-def _wrong_order() -> Iterator[None]:
-    mean = reluctant_core.ReluctantWorld.mean
-
-    def wrong(self: Any, step: int, tensor: int, lent: Any) -> torch.Tensor:
-        if step:
-            lent = {self.world_size - 1 - rank: one for rank, one in lent.items()}
-        return mean(self, step, tensor, lent)
-
-    with mock.patch.object(reluctant_core.ReluctantWorld, "mean", wrong):
-        yield
+    return mock.patch.object(HeldChannel, "tensor_absent", lands_nowhere)
 
 
-@contextlib.contextmanager
-def _released_early() -> Iterator[None]:
-    land = reluctant_core.ReluctantWorld.write_result
+def _after_the_first_mean(spoil: Callable[[Any, Copy], None]) -> AbstractContextManager[Any]:
+    """Do something with the first tensor's mean once it has landed."""
+    land = HeldChannel.land
 
-    def early(self: Any, current: Any, rank: int, step: int, tensor: int) -> None:
-        land(self, current, rank, step, tensor)
-        if rank != 0 and tensor == self.members(step)[0] and step >= 2:
+    def spoiled(self: Any, tensors: list[int]) -> None:
+        first = self.lent.get(self.members[0]) if self.members[0] in tensors else None
+        land(self, tensors)
+        if first is not None and self.step >= 2:
+            spoil(self, first)
+
+    return mock.patch.object(HeldChannel, "land", spoiled)
+
+
+def _wrong_last_bit() -> AbstractContextManager[Any]:
+    def spoil(_: Any, mean: Copy) -> None:
+        ctypes.c_uint8.from_address(mean.own).value ^= 1
+
+    return _after_the_first_mean(spoil)
+
+
+def _released_early() -> AbstractContextManager[Any]:
+    def spoil(channel: Any, mean: Copy) -> None:
+        if channel.rank != 0:
             # What lies there from when it was lent.
-            lent = current.lent[tensor][rank]
-            ctypes.memset(lent.pointer, 0xFF, lent.nbytes)
+            ctypes.memset(mean.own, 0xFF, mean.bytes.size)
 
-    with mock.patch.object(reluctant_core.ReluctantWorld, "write_result", early):
-        yield
+    return _after_the_first_mean(spoil)
 
 
 @contextlib.contextmanager
@@ -239,8 +239,8 @@ MUTATIONS = (
     Mutation(
         "updates under the reader's inference mode", _updates_under_the_readers_modes, seed=37
     ),
-    Mutation("divided by the ranks that have a gradient", _wrong_divisor, seed=7),
-    Mutation("added up in another order", _wrong_order),
+    Mutation("no mean for ranks without a gradient", _no_mean_without_gradient, seed=7),
+    Mutation("the last bit of a mean is wrong", _wrong_last_bit),
     Mutation("released before it has landed", _released_early),
     Mutation("absent gradients taken for zeros", _absent_as_zeros, seed=8),
     Mutation("a parameter left out of an update", _last_parameter_never_updated, seed=1),

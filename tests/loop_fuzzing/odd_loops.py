@@ -364,7 +364,7 @@ class OddLoop:
             if self.chance(0.5):
                 how = self.draw(oddities.STATE_READS)
                 if self.loop.serves and how in ("save_dict", "elsewhere"):
-                    # These lend the parameters' memory for a moment, which the double spoils.
+                    # These lend the parameters' memory for a moment, which the core here spoils.
                     how = "by_parameter"
                 given = {"how": how}
                 drawn = d.Action("look_at_state", model, self.ranks(), given)

@@ -1,4 +1,4 @@
-"""Runs a loop on ranks that are threads, with gradlane, over the double or the compiled core."""
+"""Runs a loop on ranks that are threads, with gradlane, over the reluctant or the plain core."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def run_ranks(loop: Loop, *, real: bool = False) -> list[Outcome]:
 
     Args:
         loop: what to run.
-        real: over the compiled core and loopback connections.
+        real: over the compiled core as it is.
     """
     core: Any = load_core() if real else ReluctantCore(loop.seed)
     store = HashStore()

@@ -1,6 +1,6 @@
 """Protocols of the compiled core, and the only place that loads it.
 
-Tests replace it by an in-process double that satisfies `CoreModule`. Pointers are plain addresses;
+Tests wrap it by what satisfies `CoreModule`, too. Pointers are plain addresses;
 tensors are numbers in the order of the tensor table.
 """
 

@@ -20,7 +20,7 @@ from gradlane.planning.profiler.recorder import Recorder
 from gradlane.planning.profiler.tape import EVALUATION, STEP_BEGIN, STEP_END, WAIT_BEGIN, WAIT_END
 from gradlane.planning.profiler.timeline import StepMedians, read_step
 from tests.planning.profiler.counting_clock import CountingClock
-from tests.training.model.fake_core import FakeChannel
+from tests.training.model.held_core import HeldChannel, HeldCore
 from tests.training.model.models import Attention, Awkward, CharTransformer, SmallCnn, seeded
 from tests.training.model.ranks import run_ranks
 
@@ -283,13 +283,13 @@ def test_complex_and_half_parameters() -> None:
 def test_waits_for_other_ranks_are_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = CountingClock()
     for name in ("wait", "wait_step"):
-        original = getattr(FakeChannel, name)
+        original = getattr(HeldChannel, name)
 
-        def slow(self: FakeChannel, *arguments: Any, original: Any = original) -> None:
+        def slow(self: HeldChannel, *arguments: Any, original: Any = original) -> None:
             original(self, *arguments)
             clock.pass_time(1e6)
 
-        monkeypatch.setattr(FakeChannel, name, slow)
+        monkeypatch.setattr(HeldChannel, name, slow)
 
     def body(session: Any) -> Profile:
         model = seeded(CharTransformer)
@@ -307,7 +307,7 @@ def test_waits_for_other_ranks_are_not_compute(monkeypatch: pytest.MonkeyPatch) 
         recorder.detach()
         return recorder.profile("prepared")
 
-    (prepared,) = run_ranks(1, body)
+    (prepared,) = run_ranks(1, body, core=HeldCore())
     assert prepared.compute_s < 1e3
     names = [name for name, _ in seeded(CharTransformer).named_parameters()]
     assert [tensor.name for tensor in prepared.tensors] == names

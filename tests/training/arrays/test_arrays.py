@@ -11,7 +11,6 @@ import torch
 from gradlane.errors import ArrayRefusedError, UsageError
 from gradlane.training.arrays.dlpack import read_dlpack
 from gradlane.training.arrays.memory import borrow, dtype_name, make_slot
-from gradlane.training.core import load_core
 from tests.built import needs_core
 from tests.training.arrays.rank_programs import says_whether_writable
 from tests.training.model.pool import FirstRanks, RankPool
@@ -149,5 +148,5 @@ def test_codecs_that_keep_something_are_refused(codec: object) -> None:
             session.arrays.push("a", np.ones((64, 64), np.float32))
         return str(caught.value)
 
-    for said in run_ranks(2, body, core=load_core(), codec=codec):  # type: ignore[arg-type]
+    for said in run_ranks(2, body, codec=codec):
         assert "it keeps what it has lost" in said

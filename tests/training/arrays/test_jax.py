@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradlane
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.ranks import run_ranks
 
 jax: Any = pytest.importorskip("jax")
@@ -84,9 +84,10 @@ def test_means_arrive_in_the_order_of_the_forward_pass() -> None:
         assert [number for number, _ in mean.arriving()] == order
         return order
 
-    core = FakeCore()
+    core = HeldCore()
     assert len(run_ranks(2, body, core=core, summary=False)) == 2
-    assert core.world.plan["tensors"][0]["name"].startswith("model.layer2.")
+    (tensors,) = core.tensors.values()
+    assert tensors[0]["name"].startswith("model.layer2.")
 
 
 def test_what_cannot_be_averaged_is_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 from gradlane.planning.profiler.recorder import Recorder
 from tests.built import needs_core
 from tests.training.factors import rank_programs
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.pool import RankPool
 from tests.training.model.ranks import run_ranks
 
@@ -29,10 +29,10 @@ CLASSIFIER_MORE = (
 
 
 class TestInOneProcess:
-    """On the double of the core: what is handed over, and when."""
+    """What is handed over, and when."""
 
     def test_blocks_leave_in_backward_once_their_number_is_known(self) -> None:
-        core = FakeCore()
+        core = HeldCore()
 
         def body(session: Any) -> list[tuple[Any, ...]]:
             model = rank_programs.seeded(rank_programs.Classifier)
@@ -40,9 +40,7 @@ class TestInOneProcess:
             session.prepare(model, optimizer)
             for step in range(2):
                 rank_programs.backward(rank_programs.loss_of(model, session.rank, step))
-                given = [
-                    one[1:] for one in core.world.calls if one[0] == session.rank and len(one) == 4
-                ]
+                given = [one[1:] for one in core.calls if one[0] == session.rank and len(one) == 4]
                 optimizer.step()
                 optimizer.zero_grad()
             return given
@@ -72,9 +70,9 @@ class TestInOneProcess:
 
         # torch's generator is one for all threads.
         models = [rank_programs.seeded(rank_programs.Classifier) for _ in range(4)]
-        plain = run_ranks(2, trained, core=FakeCore(), scheme="sfb")
-        pattern = {"*.weight": codec, "*": "raw"}
-        coded = run_ranks(2, trained, core=FakeCore(), scheme="sfb", codec=pattern)
+        plain = run_ranks(2, trained, scheme="sfb")
+        pattern = {"first.weight": codec, "*": "raw"}
+        coded = run_ranks(2, trained, scheme="sfb", codec=pattern)
         (values, reasons), (same, _) = coded
         assert all(torch.equal(one, other) for one, other in zip(values, same, strict=True))
         off = max((one - other).abs().max() for one, other in zip(values, plain[0][0], strict=True))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.ranks import run_ranks
 from tests.training.model.test_training import batch
 
@@ -33,7 +33,7 @@ def check_norm_alone_is_waited_for(
         begin: returns how a session's optimizer trains a step.
         make_optimizer: makes it, or several, of the model.
     """
-    core = FakeCore()
+    core = HeldCore()
     norms: dict[int, float] = {}
     barrier = threading.Barrier(3)
 
@@ -56,9 +56,9 @@ def check_norm_alone_is_waited_for(
     thread = threading.Thread(target=run_ranks, args=(2, body), kwargs={"core": core}, daemon=True)
     thread.start()
     barrier.wait(20)
-    core.world.held.update({0, 1})
+    core.held.update({0, 1})
     barrier.wait(20)
     assert norms[0] == norms[1] > 0
-    core.world.release(0, 1)
+    core.release(0, 1)
     thread.join(20)
     assert not thread.is_alive()

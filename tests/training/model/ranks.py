@@ -1,4 +1,4 @@
-"""Runs a function once on each of some ranks that are threads on the in-process double."""
+"""Runs a function once on each of some ranks, which are threads, over the compiled core."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from gradlane.training.core import load_core
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.session.init import open_session
-from tests.training.model.fake_core import FakeCore
 
 
 def run_ranks(
     world_size: int,
     body: Callable[..., Any],
     *,
-    core: FakeCore | None = None,
+    core: Any = None,
     timeout_s: float = 60.0,
     expect_errors: bool = False,
     **options: Any,
@@ -30,12 +30,12 @@ def run_ranks(
     Args:
         world_size: number of ranks.
         body: gets an open session; the session is closed, or given up, after it.
-        core: the double, if the test wants to look into it.
+        core: what stands in for the compiled core, or None.
         timeout_s: for the whole run.
         expect_errors: return an exception in place of a rank's result instead of raising.
         options: for `gradlane.init`.
     """
-    shared = core or FakeCore()
+    shared = core or load_core()
     store = HashStore()
     job = f"test-{uuid.uuid4().hex}"
     results: list[Any] = [None] * world_size

@@ -92,7 +92,11 @@ def test_buffers_equal_the_reference(
     expected = run_reference(world_size, body)
     for rank, states in enumerate(run_ranks(world_size, body, update=update)):
         for state, right in zip(states, expected[rank], strict=True):
-            assert same_bits(state, right)
+            if serves:
+                # The servers round each operation, and torch's kernels fuse them.
+                torch.testing.assert_close(state, right, rtol=1e-4, atol=1e-6)
+            else:
+                assert same_bits(state, right)
 
 
 @needs_core
@@ -123,7 +127,7 @@ def test_all_ranks_end_with_the_same_buffers(mode: str, options: dict[str, Any])
         session.synchronize()
         return [buffer.clone() for buffer in model.buffers()]
 
-    found = run_ranks(3, body, core=load_core(), summary=False, **options)  # type: ignore[arg-type]
+    found = run_ranks(3, body, summary=False, **options)
     for other in found[1:] if options.get("stragglers") is None else found[2:]:
         # With stragglers rank 0 may be the one that the last step went on without.
         assert same_bits(found[-1], other)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import gradlane
 from gradlane.training.core import load_core
 from tests.training.model import test_training
-from tests.training.model.fake_core import FakeCore
 from tests.training.model.held_step import TrainStep, check_norm_alone_is_waited_for
 from tests.training.model.models import Attention, Awkward, SmallCnn, seeded
 from tests.training.model.ranks import run_ranks
@@ -160,9 +159,8 @@ def test_some_steps_are_clipped_and_others_not() -> None:
         return snapshot(model)
 
     expected = run_reference(2, body)
-    for core in (FakeCore(), CORE):
-        for parameters in run_ranks(2, body, core=core, local="off"):
-            assert same_bits(parameters, expected[0])
+    for parameters in run_ranks(2, body):
+        assert same_bits(parameters, expected[0])
 
 
 def test_a_clipped_step_that_is_forgotten_leaves_zeros_where_gradients_were() -> None:
@@ -405,17 +403,12 @@ def test_ranks_that_do_not_clip_alike_are_told() -> None:
             optimizer.zero_grad()
 
     for norms in ((0.1, 0.2), (0.1, None)):
-        for core in (FakeCore(), CORE):
-            errors = run_ranks(
-                2,
-                lambda session, norms=norms: body(session, norms, 5),
-                core=core,
-                local="off",
-                expect_errors=True,
-            )
-            assert all(isinstance(one, gradlane.GradlaneError) for one in errors), errors
-            told = " ".join(map(str, errors))
-            assert "the norm that gradients are clipped to" in told or "clips gradients" in told
+        errors = run_ranks(
+            2, lambda session, norms=norms: body(session, norms, 5), expect_errors=True
+        )
+        assert all(isinstance(one, gradlane.GradlaneError) for one in errors), errors
+        told = " ".join(map(str, errors))
+        assert "the norm that gradients are clipped to" in told or "clips gradients" in told
 
 
 def test_what_cannot_be_clipped_is_refused() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import gradlane
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
-from tests.training.model.fake_core import ChannelError, FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.ranks import run_ranks
 
 STEPS = 2
@@ -29,35 +29,34 @@ NEVER_RAISE = {
 class EndingChannel:
     """A channel whose session ends as its rank makes the fatal call."""
 
-    def __init__(self, channel: Any, core: EndingCore) -> None:
-        self._channel = channel
-        self._core = core
+    def __init__(self, core: EndingCore, channel: Any) -> None:
+        self._core, self._channel = core, channel
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._channel, name)
-        if name in NEVER_RAISE or not callable(found) or self._channel.rank != 0:
+        if name in NEVER_RAISE:
             return found
 
         def call(*arguments: Any, **options: Any) -> Any:
-            self._core.calls.append(name)
-            if len(self._core.calls) >= self._core.fatal:
+            self._core.made.append(name)
+            if len(self._core.made) >= self._core.fatal:
                 self._channel.abort("the link was cut")
-                raise ChannelError("rank 1 was lost: the link was cut", None, 1)
+                raise self._core.ChannelError("rank 1 was lost: the link was cut", None, 1)
             return found(*arguments, **options)
 
         return call
 
 
-class EndingCore(FakeCore):
+class EndingCore(HeldCore):
     """A core whose rank 0 meets the end of the session at a call."""
 
     def __init__(self, fatal: float) -> None:
         super().__init__()
         self.fatal = fatal
-        self.calls: list[str] = []
+        self.made: list[str] = []
 
-    def Channel(self, *arguments: Any, **options: Any) -> Any:  # noqa: N802
-        return EndingChannel(super().Channel(*arguments, **options), self)
+    def channel_type(self, _: Any, channel: Any, rank: int, tensors: Any) -> Any:
+        return EndingChannel(self, channel) if rank == 0 else channel
 
 
 def train(session: Any, optimizer: Callable[..., Any], *, clips: bool = False) -> None:
@@ -169,9 +168,9 @@ def test_no_error_of_the_core_comes_through(
 ) -> None:
     core = EndingCore(float("inf"))
     run_ranks(2, body, core=core, summary=False, **options)
-    assert len(core.calls) > 10
-    for fatal, name in enumerate(core.calls, 1):
-        if core.calls[: fatal - 1].count(name) >= 2:
+    assert len(core.made) > 10
+    for fatal, name in enumerate(core.made, 1):
+        if core.made[: fatal - 1].count(name) >= 2:
             # Later ones are made from the same places.
             continue
         errors = run_ranks(
@@ -187,18 +186,12 @@ def test_a_store_that_stands_still_while_a_session_closes_tells_the_cause(
 ) -> None:
     """A rank that is cut off from rank 0, and so from its store, hears of it by its channel."""
     is_closing = threading.Event()
-    channels: dict[int, Any] = {}
-
-    class Core(FakeCore):
-        def Channel(self, *arguments: Any, **options: Any) -> Any:  # noqa: N802
-            channel = super().Channel(*arguments, **options)
-            channels[channel.rank] = channel
-            return channel
+    core = HeldCore()
 
     def wait_for_the_store(scope: RendezvousScope, *_: Any) -> None:
         if scope.rank_info.rank == 0:
             assert is_closing.wait(20.0)
-            channels[0].abort("the link was cut")
+            next(one for one in core.channels if one.rank == 0).abort("the link was cut")
             return
         is_closing.set()
         end_s = time.monotonic() + 20.0
@@ -217,5 +210,5 @@ def test_a_store_that_stands_still_while_a_session_closes_tells_the_cause(
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
 
-    errors = run_ranks(2, body, core=Core(), update=update, summary=False, expect_errors=True)
+    errors = run_ranks(2, body, core=core, update=update, summary=False, expect_errors=True)
     assert "the link was cut" in str(errors[1]), errors

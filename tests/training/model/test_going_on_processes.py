@@ -200,6 +200,7 @@ def check_reference(
     looks_on: Callable[[int], object] = lambda step: None,
     *,
     training: tuple[nn.Module, torch.optim.Optimizer] | None = None,
+    loss_of: Callable[[Any, int, int], Any] = loss_of,
     ranks: Sequence[int] | None = None,
     first_step: int = 1,
 ) -> list[str]:
@@ -212,6 +213,7 @@ def check_reference(
         means: how they are made; None: of gradients that travel as they are.
         looks_on: called after each step.
         training: the model and its optimizer before the first step; None: those of the start.
+        loss_of: what the model learns on a rank in a step.
         ranks: the numbers of those of the start, in their order; None: from 0 on.
         first_step: the one of the first states.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import gradlane
 from tests.training.model import test_training
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.models import Attention, Awkward, SmallCnn, seeded
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import (
@@ -126,7 +126,7 @@ def test_gradients_that_were_changed_before_they_were_averaged() -> None:
 
 def test_local_gradients_are_zeroed_locally() -> None:
     """One rank throws a batch away; the others know nothing of it."""
-    core = FakeCore()
+    core = HeldCore()
 
     def body(session: Any) -> list[Tensor]:
         model, optimizer = prepare(session, Attention)
@@ -141,7 +141,7 @@ def test_local_gradients_are_zeroed_locally() -> None:
         return snapshot(model)
 
     assert_equals_the_reference(body, core=core)
-    assert max(core.world.rounds) == STEPS
+    assert max(call[2] for call in core.calls) == STEPS
 
 
 # ---- several backwards in a step
@@ -165,14 +165,14 @@ def test_accumulation_without_no_sync(defer: bool | None) -> None:
 
 @pytest.mark.parametrize("defer", [None, False])
 def test_overlap_comes_back_in_the_second_step(defer: bool | None) -> None:
-    core = FakeCore()
+    core = HeldCore()
 
     def body(session: Any) -> list[int]:
         model, optimizer = prepare(session, SmallCnn, defer=defer)
         sent = []
         for step in range(3):
             cnn_loss(model, session.rank, step).backward()
-            sent.append(sum(call[1] == "gradient_ready" for call in core.world.calls))
+            sent.append(sum(call[1] == "gradient_ready" for call in core.calls))
             optimizer.step()
             optimizer.zero_grad()
             session.synchronize()
@@ -343,7 +343,7 @@ def test_a_last_step_that_ends_differently() -> None:
                 optimizer.zero_grad()
         session.close()
 
-    first, second = run_ranks(2, body, core=FakeCore(), expect_errors=True)
+    first, second = run_ranks(2, body, expect_errors=True)
     assert isinstance(first, gradlane.SessionFailedError)
     assert "the ranks ended step 3 differently: rank 0 called optimizer.step()" in str(first)
     assert second is None
@@ -501,22 +501,21 @@ def test_reads_through_the_groups_of_the_optimizer() -> None:
 
 @pytest.mark.usefixtures("each_gradient_alone")
 def test_groups_are_plain_in_copies_and_afterwards() -> None:
-    core = FakeCore()
+    core = HeldCore()
     kept = []
 
     def body(session: Any) -> None:
         model, optimizer = prepare(session, Attention)
-        world = core.world
         attention_loss(model, 0, 1).backward()
-        world.held = set(range(6))
+        core.held = set(range(6))
         optimizer.step()
         optimizer.zero_grad()
-        waits = [call for call in world.calls if call[1].startswith("wait")]
+        waits = [call for call in core.calls if call[1].startswith("wait")]
         assert optimizer.param_groups[0]["lr"] == 0.05
         assert len(optimizer.param_groups[0]["params"]) == 6
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        assert [call for call in world.calls if call[1].startswith("wait")] == waits
-        world.release(*range(6))
+        assert [call for call in core.calls if call[1].startswith("wait")] == waits
+        core.release(*range(6))
         for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
             assert type(other.param_groups[0]["params"]) is list
             assert same_bits(other.param_groups[0]["params"], snapshot(model))
@@ -550,7 +549,7 @@ class Views(nn.Module):
 
 @pytest.mark.usefixtures("each_gradient_alone")
 def test_parameters_that_share_storage() -> None:
-    core = FakeCore()
+    core = HeldCore()
 
     def body(session: Any) -> list[Tensor]:
         model: Any = seeded(Views)
@@ -569,7 +568,7 @@ def test_parameters_that_share_storage() -> None:
         return snapshot(model)
 
     assert_equals_the_reference(body, core=core)
-    assert (0, 2) in {call[3] for call in core.world.calls if call[1] == "wait"}
+    assert (0, 2) in {call[3] for call in core.calls if call[1] == "wait"}
 
 
 class Strange(nn.Module):

@@ -22,7 +22,7 @@ from gradlane.training.model.joined_gradients import (
 from gradlane.training.model.rank_status import RankStatus, StepEnding
 from gradlane.training.modules.gradient_intake import GradientBatch, GradientIntake
 from gradlane.training.rendezvous.tensor_table import build_table
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.models import seeded
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import run_reference, same_bits
@@ -100,7 +100,7 @@ def test_missing_gradients_are_none_or_zeros_as_ever(defer: bool | None, weighs:
             optimizer.zero_grad()
         return [*seen, *(one.detach().clone() for one in model.parameters())]
 
-    core = FakeCore()
+    core = HeldCore()
     expected = run_reference(2, body)
     for rank, found in enumerate(run_ranks(2, body, core=core)):
         assert [one is None for one in found] == [one is None for one in expected[rank]]
@@ -108,9 +108,8 @@ def test_missing_gradients_are_none_or_zeros_as_ever(defer: bool | None, weighs:
             [one for one in found if one is not None],
             [one for one in expected[rank] if one is not None],
         )
-    sent = [
-        tensor["name"] for tensor in core.world.plan["tensors"] if tensor["role"] == "parameter"
-    ]
+    (tensors,) = core.tensors.values()
+    sent = [tensor["name"] for tensor in tensors if tensor["role"] == "parameter"]
     assert sent == [
         "large",
         "parts.0 and 3 more",

@@ -84,7 +84,7 @@ class Late:
 
 def on_late(check: Callable[[Late], None], *classes: Sequence[type[Tensor]]) -> None:
     """Run a check on one rank with parameters of these classes, a model each."""
-    run_ranks(1, lambda session: check(Late(session, *classes)), core=LateCore(timeout_s=10.0))
+    run_ranks(1, lambda session: check(Late(session, *classes)), core=LateCore())
 
 
 def averages(kept: list[Any], how: Callable[[Any, Any], Any]) -> Tensor:
@@ -201,7 +201,7 @@ def test_an_operation_waits_where_what_is_not_trained_is_asked_alone(is_paramete
         session.close()
         assert type(ones) is Marked
 
-    run_ranks(1, check, core=LateCore(timeout_s=10.0))
+    run_ranks(1, check, core=LateCore())
 
 
 def test_a_cache_by_version_is_renewed() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradlane.training.core import load_core
 from tests.training.model.models import seeded
 from tests.training.model.ranks import run_ranks
 
@@ -82,7 +81,7 @@ def test_momentum_is_applied_once_and_before_the_selection(defer: bool | None, p
         values = model.values.detach().clone()
         return values, optimizer.param_groups[0], optimizer.state_dict()["state"]
 
-    found = run_ranks(RANKS, body, core=load_core(), codec=CODEC, summary=False)  # type: ignore[arg-type]
+    found = run_ranks(RANKS, body, codec=CODEC, summary=False)
     expected = oracle()
     for values, group, state in found:
         assert torch.equal(values, found[0][0]), "ranks differ"
@@ -110,7 +109,7 @@ def test_other_tensors_of_a_group_keep_the_momentum_of_sgd() -> None:
         return [model.bias.detach().clone(), codec_free.bias.detach()]
 
     codec = {"weight": CODEC, "*": "raw"}
-    for bias, expected in run_ranks(2, body, core=load_core(), codec=codec, summary=False):  # type: ignore[arg-type]
+    for bias, expected in run_ranks(2, body, codec=codec, summary=False):
         assert torch.equal(bias, expected)
 
 
@@ -133,6 +132,6 @@ def test_a_model_with_buffers_trains_under_the_codec(buffers: str) -> None:
             optimizer.zero_grad()
         return [one.detach().clone() for one in model.parameters()]
 
-    first, second = run_ranks(2, body, core=load_core(), codec=CODEC, summary=False)  # type: ignore[arg-type]
+    first, second = run_ranks(2, body, codec=CODEC, summary=False)
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)

@@ -1,7 +1,7 @@
 """Every optimizer and scheduler of torch, in parts and late, against the same loop without us.
 
-One rank on the in-process double: all gradients of a step are held back until the step, the
-scheduler's step and `zero_grad` are over; then they become ready in two parts.
+One rank: all gradients of a step are held back until the step, the scheduler's step and `zero_grad`
+are over; then they become ready in two parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradlane.training.model.deferred_update import DeferredUpdate
 from gradlane.training.model.optimizers import OPTIMIZER_SUPPORT, steps_per_parameter
 from tests.paths import ROOT
 from tests.training.model import optimizer_cases
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.models import seeded
 from tests.training.model.optimizer_cases import REFUSED_OPTIONS, Case
 from tests.training.model.ranks import run_ranks
@@ -100,7 +100,7 @@ def assert_equals_torch(
     plain: Any = seeded(Several).to(device)
     plain_optimizer = make_optimizer(plain)
     train(plain, plain_optimizer, make_scheduler(plain_optimizer), **how)
-    core = FakeCore()
+    core = HeldCore()
     parts: list[int] = []
     apply = DeferredUpdate.apply
 
@@ -116,12 +116,13 @@ def assert_equals_torch(
         session.prepare(model, optimizer)
 
         def hold() -> None:
-            core.world.held = set(range(len(names))) if in_parts else set()
+            core.held = set(range(len(names))) if in_parts else set()
 
         def let_go(step: int) -> None:
             for turn in (0, 1):
                 some = [index for index in range(len(names)) if (index // 2 + step) % 2 == turn]
-                core.world.release(*some)
+                core.channels[0].arrive(some)
+                core.release(*some)
                 for index in some:
                     getattr(model, names[index])
             hold()

@@ -20,7 +20,7 @@ from gradlane.training.model import lazy_parameter_dict
 from gradlane.training.model.kernel.gate import Gate
 from tests.built import needs_core
 from tests.torch_versions import in_threads, torch_release
-from tests.training.model.fake_core import FakeCore, World
+from tests.training.model.held_core import HeldCore
 from tests.training.model.models import Attention, seeded
 from tests.training.model.pool import RankPool
 from tests.training.model.ranks import run_ranks
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.usefixtures("each_gradient_alone")
 class Probe:
     """A model with an update due that a test can let arrive when it wants."""
 
-    def __init__(self, session: Any, core: FakeCore, model: nn.Module) -> None:
+    def __init__(self, session: Any, core: HeldCore, model: nn.Module) -> None:
         self.model: Any = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         session.prepare(model, self.optimizer)
-        self.world: World = core.world
+        self.core = core
         self.tensors = range(len(list(model.parameters())))
-        self.world.held = set(self.tensors)
+        self.core.held = set(self.tensors)
 
     def step(self, value: Tensor) -> None:
         value.backward()  # type: ignore[no-untyped-call]
@@ -45,21 +45,40 @@ class Probe:
         self.optimizer.zero_grad()
 
     def arrives_later(self, *tensors: int) -> threading.Timer:
-        timer = threading.Timer(0.05, self.world.release, tensors)
+        timer = threading.Timer(0.05, self.core.release, tensors)
         timer.start()
         return timer
 
     def waited_for(self) -> list[Any]:
-        return [call[3] for call in self.world.calls if call[1] == "wait"]
+        return [call[3] for call in self.core.calls if call[1] == "wait"]
 
 
 def on_probe(model: Callable[[], nn.Module], body: Callable[[Probe], None]) -> None:
-    core = FakeCore(timeout_s=5.0)
+    core = HeldCore()
 
     def run(session: Any) -> None:
         body(Probe(session, core, model()))
 
     run_ranks(1, run, core=core)
+
+
+def on_the_rank_that_is_left(
+    other: Callable[[Probe], object], body: Callable[[Probe, threading.Event], None]
+) -> None:
+    """Run a body on rank 0 while rank 1 does something else and, once the event is set, ends."""
+    core, is_due = HeldCore(), threading.Event()
+
+    def run(session: Any) -> None:
+        probe = Probe(session, core, two_layers())
+        if session.rank == 0:
+            body(probe, is_due)
+            return
+        other(probe)
+        assert is_due.wait(20)
+        raise ArithmeticError("the loss is not a number")
+
+    first, _ = run_ranks(2, run, core=core, expect_errors=True)
+    assert isinstance(first, gradlane.PeerLostError)
 
 
 def two_layers() -> Any:
@@ -126,7 +145,7 @@ def test_attention_reads_its_output_projection_late() -> None:
         out = names.index("attention.out_proj.weight")
         before = probe.model.attention.out_proj.weight.detach().clone()
         probe.step(probe.model(tokens).pow(3).sum())
-        probe.world.release(*(index for index in probe.tensors if index != out))
+        probe.core.release(*(index for index in probe.tensors if index != out))
         timer = probe.arrives_later(out)
         probe.model(tokens)
         timer.join()
@@ -151,7 +170,7 @@ def test_lstm_and_weight_norm_and_parameter_list() -> None:
     def body(probe: Probe) -> None:
         values = torch.ones(3, 1, 2)
         for _ in range(3):
-            probe.world.held = set(probe.tensors)
+            probe.core.held = set(probe.tensors)
             probe.step(probe.model(values).square().sum())
             with torch._C.DisableTorchFunctionSubclass():
                 version = probe.model.lstm._flat_weights[0]._version
@@ -165,7 +184,7 @@ def test_lstm_and_weight_norm_and_parameter_list() -> None:
 
 def test_gradients_are_the_means_wherever_they_are_read() -> None:
     def body(probe: Probe) -> None:
-        probe.world.held = set()
+        probe.core.held = set()
         model = probe.model
         held = [module.weight for module in model]
         model(torch.ones(1, 2)).sum().backward()
@@ -216,7 +235,7 @@ def test_user_hooks_of_the_forward_see_updated_parameters() -> None:
 
 def test_copies_are_plain_models() -> None:
     def body(probe: Probe) -> None:
-        probe.world.held = set()
+        probe.core.held = set()
         probe.step(probe.model(torch.ones(1, 2)).sum())
         twin = copy.deepcopy(probe.model)
         loaded = pickle.loads(pickle.dumps(probe.model))
@@ -270,16 +289,16 @@ def test_load_state_dict_between_steps() -> None:
 
 
 def test_optimizer_state_waits() -> None:
-    core = FakeCore()
+    core = HeldCore()
 
     def body(session: Any) -> None:
         model = two_layers()
         optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
         session.prepare(model, optimizer)
-        core.world.held = {0, 1}
+        core.held = {0, 1}
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        timer = threading.Timer(0.05, core.world.release, (0, 1))
+        timer = threading.Timer(0.05, core.release, (0, 1))
         timer.start()
         state = optimizer.state_dict()["state"]
         timer.join()
@@ -301,7 +320,7 @@ def test_reads_take_the_short_way_when_nothing_is_under_way(
         monkeypatch.setattr(Gate, name, note)
 
     def body(probe: Probe) -> None:
-        probe.world.held = set()
+        probe.core.held = set()
         for _ in range(3):
             probe.model(torch.ones(1, 2))
             probe.model[0].weight.sum()
@@ -313,7 +332,7 @@ def test_reads_take_the_short_way_when_nothing_is_under_way(
 
 def test_functional_call_and_reading_inside_backward() -> None:
     def body(probe: Probe) -> None:
-        probe.world.held = set()
+        probe.core.held = set()
         model = probe.model
         seen: list[int] = []
         model[1].register_full_backward_hook(lambda *_: seen.append(len(list(model.parameters()))))
@@ -327,28 +346,23 @@ def test_functional_call_and_reading_inside_backward() -> None:
 
 
 def test_after_a_failure_nothing_can_be_read() -> None:
-    def body(probe: Probe) -> None:
+    def body(probe: Probe, is_due: threading.Event) -> None:
         probe.step(probe.model(torch.ones(1, 2)).sum())
-        probe.world.release(0)
-        probe.world.fail("rank 3 lost: connection reset; '1.weight' outstanding", 3, last=0)
+        is_due.set()
         model = probe.model
         for read in (model.state_dict, lambda: list(model.parameters()), probe.optimizer.step):
-            with pytest.raises(gradlane.PeerLostError, match=r"rank 3 lost.*'1\.weight'") as caught:
+            with pytest.raises(
+                gradlane.PeerLostError, match=r"rank 1 gave up.*1\.weight"
+            ) as caught:
                 read()
-            assert caught.value.rank == 3
+            assert caught.value.rank == 1
             assert caught.value.last_complete_step == 0
         with pytest.raises(gradlane.PeerLostError):
             model[0].weight  # noqa: B018
         with pytest.raises(gradlane.PeerLostError):
             model(torch.ones(1, 2))
 
-    core = FakeCore(timeout_s=5.0)
-
-    def run(session: Any) -> None:
-        body(Probe(session, core, two_layers()))
-
-    (error,) = run_ranks(1, run, core=core, expect_errors=True)
-    assert isinstance(error, gradlane.PeerLostError)
+    on_the_rank_that_is_left(lambda _: None, body)
 
 
 def test_an_optimizer_that_breaks_off_leaves_nothing_readable() -> None:
@@ -408,7 +422,7 @@ def test_checkpointed_forwards_count_for_the_order_and_recomputation_does_not() 
             return self.head(hidden)  # type: ignore[no-any-return]
 
     for reentrant in (True, False):
-        core = FakeCore()
+        core = HeldCore()
 
         def body(session: Any, reentrant: bool = reentrant) -> None:
             model = seeded(Blocks)
@@ -423,32 +437,29 @@ def test_checkpointed_forwards_count_for_the_order_and_recomputation_does_not() 
                 optimizer.zero_grad()
 
         run_ranks(2, body, core=core)
-        assert [vector[:3] for vector in core.world.priorities] == [[-2, -1, 0]]
+        assert [vector[:3] for vector in core.priorities] == [[-2, -1, 0]]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_after_a_failure_compiled_code_reads_nothing() -> None:
     """Even of layers that it found up to date before the failure."""
 
-    def body(probe: Probe) -> None:
+    def step(probe: Probe) -> None:
+        probe.step(probe.model(torch.ones(1, 2)).sum())
+
+    def body(probe: Probe, is_due: threading.Event) -> None:
         torch._dynamo.reset()
         for layer in probe.model:
             layer.compile(backend="eager")
-        probe.step(probe.model(torch.ones(1, 2)).sum())
-        probe.world.release(0)
+        step(probe)
+        probe.core.release(0)
         probe.model[0](torch.ones(1, 2))
-        probe.world.fail("rank 3 lost: connection reset; '1.weight' outstanding", 3, last=0)
+        is_due.set()
         for layer in (1, 0):
             with pytest.raises(gradlane.PeerLostError):
                 probe.model[layer](torch.ones(1, 2))
 
-    core = FakeCore(timeout_s=5.0)
-
-    def run(session: Any) -> None:
-        body(Probe(session, core, two_layers()))
-
-    (error,) = run_ranks(1, run, core=core, expect_errors=True)
-    assert isinstance(error, gradlane.PeerLostError)
+    on_the_rank_that_is_left(step, body)
 
 
 @pytest.mark.skipif(torch_release() <= (2, 4), reason="torch 2.4 ends a graph at each hook")
@@ -468,14 +479,15 @@ def test_compiled_layers_wait_for_themselves_only_and_are_compiled_once() -> Non
         for layer in probe.model:
             layer.compile(backend="eager", fullgraph=True)
         for _ in range(4):
-            probe.world.held = set(probe.tensors)
-            probe.step(probe.model(torch.ones(1, 2)).sum())
-            probe.world.calls.clear()
+            value = probe.model(torch.ones(1, 2)).sum()
+            probe.core.held = set(probe.tensors)
+            probe.step(value)
+            probe.core.calls.clear()
             timer = probe.arrives_later(0)
             probe.model[0](torch.ones(1, 2))
             timer.join()
             assert probe.waited_for() == [(0,)]
-            probe.world.release(1)
+            probe.core.release(1)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
     on_probe(lambda: nn.Sequential(Layer(), Layer()), body)

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, prune
 import gradlane
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.session.init import open_session
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.late_core import LateCore
 from tests.training.model.ranks import run_ranks
 
@@ -248,7 +248,7 @@ def test_a_model_that_is_called_with_the_parameters_of_another_one(of: str) -> N
             seen.append(found.detach())
         return [*seen, *(one.detach() for model in models for one in model.parameters())]
 
-    (found,) = run_ranks(1, train, core=LateCore(timeout_s=10.0))
+    (found,) = run_ranks(1, train, core=LateCore())
     for one, expected in zip(found, train(None), strict=True):
         assert torch.equal(one, expected)
 
@@ -532,20 +532,19 @@ def test_zero_grad_between_backward_and_step_forgets_the_gradients(whose: str) -
 
 @pytest.mark.usefixtures("each_gradient_alone")
 def test_zero_grad_never_waits() -> None:
-    core = FakeCore()
+    core = HeldCore()
 
     def body(session: Any) -> None:
         model, optimizer = prepared(session)
-        world = core.world
-        world.held = {0, 1, 2, 3}
+        core.held = {0, 1, 2, 3}
         backward(model)
         optimizer.step()
-        waits = [call for call in world.calls if call[1].startswith("wait")]
+        waits = [call for call in core.calls if call[1].startswith("wait")]
         model.zero_grad()
         optimizer.zero_grad()
         optimizer.zero_grad(set_to_none=False)
-        assert [call for call in world.calls if call[1].startswith("wait")] == waits
-        world.release(0, 1, 2, 3)
+        assert [call for call in core.calls if call[1].startswith("wait")] == waits
+        core.release(0, 1, 2, 3)
 
     run_alone(body, core=core)
 
@@ -571,7 +570,6 @@ def test_unknown_optimizer_steps_whole_and_says_so() -> None:
 
 
 def test_step_hooks_see_one_whole_step() -> None:
-    core = FakeCore()
     seen: list[int] = []
 
     def body(session: Any) -> None:
@@ -585,7 +583,7 @@ def test_step_hooks_see_one_whole_step() -> None:
         optimizer.step()
         list(model.parameters())
 
-    run_alone(body, core=core)
+    run_alone(body)
     assert seen == [4]
 
 
@@ -609,7 +607,7 @@ def test_closure_is_evaluated_once_with_gradients() -> None:
 
 
 def test_options_are_checked() -> None:
-    core = FakeCore()
+    core = HeldCore()
     for options, words in [
         ({"strategy": "p4"}, "unknown strategy 'p4'; known are p3, slicing"),
         ({"update": "both"}, "unknown update 'both'"),

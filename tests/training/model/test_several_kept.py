@@ -128,7 +128,7 @@ def test_an_encoder_that_two_heads_share_is_read_after_all_updates(use: str) -> 
                 USES[use](one)
         return [value.detach().clone() for value in (*one.kept, *one.average, *one.found)]
 
-    (late,) = run_ranks(1, run, core=LateCore(timeout_s=10.0))
+    (late,) = run_ranks(1, run, core=LateCore())
     assert same_bits(late, run(None))
 
 
@@ -172,4 +172,4 @@ def test_a_cache_is_renewed_whatever_tells_its_version(version: str) -> None:
                 seen, cache = now, one.kept[0].detach().t().clone()
             assert torch.equal(cache, one.kept[0].detach().t()), number
 
-    run_ranks(1, check, core=LateCore(timeout_s=10.0))
+    run_ranks(1, check, core=LateCore())

@@ -15,7 +15,7 @@ from gradlane.errors import RanksDifferError, UsageError
 from tests.built import needs_core
 from tests.torch_versions import torch_release
 from tests.training.model import sparse_programs
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.models import seeded
 from tests.training.model.pool import RankPool
 from tests.training.model.ranks import run_ranks
@@ -156,7 +156,7 @@ def test_a_port_sends_the_rows_alone(pool: RankPool) -> None:
 
 @pytest.mark.usefixtures("each_gradient_alone")
 def test_the_norm_waits_for_rows_and_for_no_dense_mean() -> None:
-    core = FakeCore()
+    core = HeldCore()
     may_go_on = threading.Barrier(3)
     seen: dict[int, float] = {}
 
@@ -178,15 +178,15 @@ def test_the_norm_waits_for_rows_and_for_no_dense_mean() -> None:
     thread = threading.Thread(target=run_ranks, args=(2, body), kwargs={"core": core}, daemon=True)
     thread.start()
     may_go_on.wait(20)
-    (world,) = core.worlds.values()
-    dense = {index for index in range(5) if not world.gathers(index)}
+    (tensors,) = core.tensors.values()
+    dense = {index for index in range(5) if tensors[index].get("scheme") != "gather"}
     assert len(dense) == 3
-    world.held.update(dense)
+    core.held.update(dense)
     may_go_on.wait(20)
     # No dense mean is there.
     may_go_on.wait(20)
     assert seen[0] == seen[1] > 0
-    world.release(*dense)
+    core.release(*dense)
     thread.join(20)
     assert not thread.is_alive()
 
@@ -295,7 +295,7 @@ def schemes_with(
         found: dict[str, str] = session.monitoring.schemes
         return found
 
-    found: list[dict[str, str]] = run_ranks(world_size, body, core=FakeCore(), **options)
+    found: list[dict[str, str]] = run_ranks(world_size, body, **options)
     return found[0]
 
 

@@ -323,7 +323,7 @@ def test_threads_of_an_optimizer_step_its_parameters(touch: str, defer: bool | N
     run_ranks(
         1,
         lambda session: steps_of_threads(session, touch, touching, defer=defer),
-        core=LateCore(timeout_s=10.0),
+        core=LateCore(),
     )
 
 
@@ -345,7 +345,7 @@ def test_threads_of_an_optimizer_that_wait_for_its_update_are_told(
         (error,) = run_ranks(
             1,
             lambda session: steps_of_threads(session, touch, touching),
-            core=LateCore(timeout_s=10.0),
+            core=LateCore(),
             expect_errors=True,
         )
     assert "TimeoutError: told" in str(error)

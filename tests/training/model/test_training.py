@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.models import Attention, Awkward, SmallCnn, seeded
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot, train_reference
@@ -371,7 +371,7 @@ def test_forward_order_is_observed_on_rank_0() -> None:
             hidden = self.first(values) @ self.read.weight
             return self.last(hidden)  # type: ignore[no-any-return]
 
-    core = FakeCore()
+    core = HeldCore()
 
     def body(session: Any) -> None:
         model: Any = seeded(Backwards)
@@ -392,7 +392,7 @@ def test_forward_order_is_observed_on_rank_0() -> None:
     run_ranks(2, body, core=core)
     # The last three are what all four travel in, as urgent as the most urgent one, and two tensors
     # that are asked for before any update: absences and statuses.
-    assert core.world.priorities == [[-2, -3, 0, -1, 0, 0, 0]]
+    assert core.priorities == [[-2, -3, 0, -1, 0, 0, 0]]
 
 
 def test_several_models_share_a_session() -> None:
@@ -408,8 +408,9 @@ def test_several_models_share_a_session() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         session.synchronize()
-        assert session.metrics()["tx_bytes"] == 2
-        assert len(session.metrics()["channels"]) == 2
+        metrics = session.metrics()
+        sent = [channel["tx_bytes"] for channel in metrics["channels"]]
+        assert len(sent) == 2 and min(sent) > 0 and metrics["tx_bytes"] == sum(sent)
         return [snapshot(model) for model in models]
 
     first = train_reference(2, 4, lambda: seeded(Attention), sgd, attention_loss)

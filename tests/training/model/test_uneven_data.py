@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradlane
 from tests.training.model import test_training
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.models import Attention, Awkward, SmallCnn, seeded
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot, train_reference
@@ -42,7 +42,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 @pytest.mark.parametrize("clips", [False, True])
 def test_uneven_data_equals_the_reference(batches: tuple[int, ...], clips: bool) -> None:
     """A rank without data counts as zeros; afterwards all go on together from the same state."""
-    core = FakeCore()
+    core = HeldCore()
     longest = max(batches)
 
     def body(session: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -83,7 +83,7 @@ def test_uneven_data_equals_the_reference(batches: tuple[int, ...], clips: bool)
         assert same_bits(parameters, snapshot(expected[0]))
         assert same_bits(state, results[0][1])
     # A world for training and, if the data was uneven, one for the hand-over.
-    assert len(core.worlds) == (1 if len(set(batches)) == 1 else 2)
+    assert len(core.tensors) == (1 if len(set(batches)) == 1 else 2)
 
 
 def test_the_order_of_the_state_and_shared_settings_are_handed_over() -> None:
@@ -277,18 +277,15 @@ def test_a_rank_that_trains_outside_of_the_join() -> None:
 
 
 def test_a_rank_is_lost_while_others_go_along() -> None:
-    core = FakeCore()
-
     def body(session: Any) -> None:
         model = seeded(Awkward)
         optimizer = sgd(model)
         session.prepare(model, optimizer)
         with session.join():
             if session.rank == 1:
-                core.world.fail("rank 1 lost: connection reset", 1, last=0)
                 raise ArithmeticError("the loss is not a number")
 
-    first, second = run_ranks(2, body, core=core, expect_errors=True)
+    first, second = run_ranks(2, body, expect_errors=True)
     assert isinstance(first, gradlane.PeerLostError)
     assert isinstance(second, ArithmeticError)
 

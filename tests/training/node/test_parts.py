@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from gradlane.errors import RanksDifferError
+from gradlane.training.core import load_core
 from gradlane.training.node.failure import Failure, failure_in_world_ranks, mark_world_ranks
 from gradlane.training.node.layout import NodeLayout, agree_on_layout
 from gradlane.training.node.parts import (
@@ -25,7 +26,6 @@ from gradlane.training.node.sums import local_mean
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import RankInfo, find_local_size
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, node_name
-from tests.training.model.fake_core import FakeCore
 from tests.training.rendezvous.stores import bounded
 
 ROWS = st.lists(
@@ -116,7 +116,7 @@ def test_local_size_from_the_launcher() -> None:
 
 
 def test_failures_name_ranks_of_the_whole_world() -> None:
-    core = FakeCore()
+    core = load_core()
     lost = core.ChannelError("rank 1 was lost; waiting for rank 1", 3, 1)
     heard = failure_in_world_ranks(core, lost, lambda node: node * 4)
     assert heard == Failure("rank 4 was lost; waiting for rank 4", 3, 4)

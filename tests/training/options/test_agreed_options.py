@@ -13,12 +13,12 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import gradlane
+from gradlane.training.core import load_core
 from gradlane.training.options.option_fields import option_rules
 from gradlane.training.options.options import GROUPS, Options, keywords_of
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.session.init import open_session
-from tests.training.model.fake_core import FakeCore
 from tests.training.rendezvous.stores import bounded
 
 OWN = {
@@ -49,7 +49,7 @@ def test_every_option_is_compared_or_each_ranks_own() -> None:
 
 def errors_of(first: dict[str, Any], second: dict[str, Any]) -> list[Any]:
     """Prepare a model on two ranks with different options; return what each raises."""
-    core, store, job = FakeCore(), HashStore(), uuid.uuid4().hex
+    core, store, job = load_core(), HashStore(), uuid.uuid4().hex
 
     def one(rank: int) -> BaseException | None:
         place = {"store": store, "rank": rank, "world_size": 2, "job": job}

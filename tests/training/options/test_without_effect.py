@@ -67,5 +67,5 @@ def test_an_update_that_is_not_to_be_deferred_is_done_in_step(
             seen.append(shared[0, 0].item())
         return seen
 
-    (seen,) = run_ranks(1, body, core=LateCore(timeout_s=10.0), **options)
+    (seen,) = run_ranks(1, body, core=LateCore(), **options)
     assert seen == ([-1.0, -2.0, -3.0] if defer is False else [0.0, -1.0, -2.0])

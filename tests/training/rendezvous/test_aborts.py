@@ -21,7 +21,7 @@ from gradlane.training.rendezvous.bounded_store import StoreLostError
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.session import models
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.ranks import run_ranks
 from tests.training.rendezvous.stores import bounded
 
@@ -121,10 +121,10 @@ def test_a_rank_that_reports_nothing_is_missing() -> None:
 def test_a_rank_that_is_connected_does_not_go_on_without_the_others() -> None:
     given_up: list[str] = []
 
-    class CutOff(FakeCore):
+    class CutOff(HeldCore):
         """Ranks 1 and 2 do not reach each other, and rank 0 reaches both."""
 
-        def Channel(self, listener: Any, options: str, *rest: Any) -> Any:  # noqa: N802
+        def Channel(self, listener: Any, options: str, *_: Any) -> Any:  # noqa: N802
             rank = json.loads(options)["rank"]
             if rank > 0:
                 raise self.ChannelTimeout(f"rank {rank} has no answer", None, 3 - rank)

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 import gradlane
 from gradlane.errors import PeerLostError, RendezvousError
+from gradlane.training.core import load_core
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
@@ -30,7 +31,6 @@ from gradlane.training.session.init import open_session
 from tests.forked_programs import SOURCES, ForkedPrograms
 from tests.paths import PACKAGES, ROOT
 from tests.ports import reserve_port
-from tests.training.model.fake_core import FakeCore
 from tests.training.rendezvous.stores import bounded
 from tests.waiting import eventually
 
@@ -121,7 +121,7 @@ def test_a_listener_that_is_no_store_is_named_in_time(
         begun_s = time.monotonic()
         with pytest.raises(RendezvousError, match=f"127.0.0.1:{port}, which rank 0 keeps") as told:
             open_session(
-                FakeCore(),
+                load_core(),
                 Options.of(
                     rendezvous=gradlane.Rendezvous(rank=1, world_size=2),
                     network=gradlane.Network(connect_timeout_s=1.0),

@@ -24,7 +24,6 @@ from gradlane.training.rendezvous.incarnation import agree_on_incarnation
 from gradlane.training.rendezvous.join_requests import JoinRequest, join_keys, ranks_in_training
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, open_store
 from tests.built import needs_core
-from tests.training.model.fake_core import FakeCore
 from tests.training.model.ranks import run_ranks
 from tests.training.rendezvous.stores import bounded
 
@@ -68,7 +67,7 @@ def unreachable() -> None:
 
 def closed_by_the_core() -> None:
     text = "no progress for 5 s: waiting for rank 1 (longer: progress_timeout_s, on all ranks)"
-    raise translate_error(FakeCore(), FakeCore.ChannelTimeout(text, 3, None), "waiting")
+    raise translate_error(load_core(), load_core().ChannelTimeout(text, 3, None), "waiting")
 
 
 WAITS: dict[str, tuple[Callable[[], Any], str]] = {

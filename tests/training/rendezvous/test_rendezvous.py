@@ -22,6 +22,7 @@ from gradlane.errors import (
     RendezvousError,
     SessionFailedError,
 )
+from gradlane.training.core import load_core
 from gradlane.training.options.option_fields import with_environment
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous import addresses, rendezvous
@@ -36,7 +37,7 @@ from gradlane.training.rendezvous.incarnation import agree_on_incarnation
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, first_difference
 from gradlane.training.rendezvous.tensor_table import build_table
 from gradlane.training.session.init import open_session
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.models import Awkward
 from tests.training.model.ranks import run_ranks
 from tests.training.rendezvous.stores import bounded
@@ -395,7 +396,7 @@ def test_a_rank_that_cannot_take_part_is_named_on_every_rank() -> None:
 
 def test_sessions_one_after_another_do_not_meet() -> None:
     store = HashStore()
-    core = FakeCore()
+    core = HeldCore()
     for _ in range(2):
         with open_session(
             core,
@@ -405,19 +406,19 @@ def test_sessions_one_after_another_do_not_meet() -> None:
         ) as session:
             model = nn.Linear(2, 2)
             session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert len(core.worlds) == 2
+    assert len(core.tensors) == 2
 
 
 def test_a_closed_session_says_so() -> None:
     session = open_session(
-        FakeCore(), Options.of(rendezvous=gradlane.Rendezvous(rank=0, world_size=1))
+        load_core(), Options.of(rendezvous=gradlane.Rendezvous(rank=0, world_size=1))
     )
     session.close()
     session.close()
     with pytest.raises(gradlane.SessionClosedError, match="was closed"):
         session.synchronize()
     session = open_session(
-        FakeCore(), Options.of(rendezvous=gradlane.Rendezvous(rank=0, world_size=1))
+        load_core(), Options.of(rendezvous=gradlane.Rendezvous(rank=0, world_size=1))
     )
     session.abort("no reason")
     with pytest.raises(gradlane.SessionClosedError, match="given up: no reason"):
@@ -444,22 +445,25 @@ def test_an_exception_in_one_rank_reaches_all_others() -> None:
         assert "rank 1 gave up: KeyError: 'no such file'" in str(error)
 
 
-@pytest.mark.usefixtures("each_gradient_alone")
 def test_a_timeout_is_a_timeout_error() -> None:
-    core = FakeCore(timeout_s=0.2)
+    has_waited = threading.Event()
 
     def body(session: Any) -> None:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         session.prepare(model, optimizer)
-        core.world.held = {0}
+        if session.rank == 1:
+            assert has_waited.wait(20)
+            return
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        session.synchronize()
+        with pytest.raises(gradlane.ProgressTimeoutError, match="waiting for rank 1") as caught:
+            session.synchronize()
+        has_waited.set()
+        assert isinstance(caught.value, TimeoutError)
 
-    (error,) = run_ranks(1, body, core=core, expect_errors=True)
-    assert isinstance(error, gradlane.ProgressTimeoutError)
-    assert isinstance(error, TimeoutError)
+    run_ranks(2, body, progress_timeout_s=1.0, expect_errors=True)
+    assert has_waited.is_set()
 
 
 def test_the_package_imports_without_torch() -> None:
@@ -477,7 +481,7 @@ def test_the_package_imports_without_torch() -> None:
 
 
 def test_a_port_range_and_a_busy_port() -> None:
-    class Busy(FakeCore):
+    class Busy(HeldCore):
         def refuse(self, host: str, port_low: int, port_high: int) -> Any:
             raise OSError(98, "address already in use")
 

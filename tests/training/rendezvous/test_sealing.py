@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from gradlane.training.core import Channel, load_core
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_core import HeldCore
 from tests.training.model.ranks import run_ranks
 
 SECRET = "0123456789abcdef0123456789abcdef"
-
-
-class RecordingCore:
-    """The real core, which notes the options of channels."""
-
-    def __init__(self) -> None:
-        self._core = load_core()
-        self.settings: list[dict[str, Any]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
-
-    def Channel(self, listener: Any, options_json: str, *rest: Any) -> Channel:  # noqa: N802
-        self.settings.append(json.loads(options_json))
-        return self._core.Channel(listener, options_json, *rest)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +24,7 @@ class RecordingCore:
     ],
 )
 def test_the_users_secret_decides(options: dict[str, Any], is_sealed: bool) -> None:
-    core = RecordingCore()
+    core = HeldCore()
 
     def body(session: Any) -> torch.Tensor:
         torch.manual_seed(0)
@@ -55,7 +38,7 @@ def test_the_users_secret_decides(options: dict[str, Any], is_sealed: bool) -> N
         session.synchronize()
         return model.weight.detach().clone()
 
-    first, second = run_ranks(2, body, core=cast(FakeCore, core), local="off", **options)
+    first, second = run_ranks(2, body, core=core, local="off", **options)
     assert torch.equal(first, second)
     assert [one["seal"] for one in core.settings] == [is_sealed, is_sealed]
     # Both ranks compare the same addresses, in the order of ranks.
