@@ -86,8 +86,7 @@ def test_means_arrive_in_the_order_of_the_forward_pass() -> None:
 
     core = HeldCore()
     assert len(run_ranks(2, body, core=core, summary=False)) == 2
-    (tensors,) = core.tensors.values()
-    assert tensors[0]["name"].startswith("model.layer2.")
+    assert core.channels[0].tensors[0]["name"].startswith("model.layer2.")
 
 
 def test_what_cannot_be_averaged_is_refused() -> None:

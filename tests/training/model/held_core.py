@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +41,9 @@ class Copy:
 class HeldChannel:
     """One rank's end of the core: what is not said here is the real channel's."""
 
-    def __init__(self, core: HeldCore, channel: Any, rank: int, tensors: list[Any]) -> None:
-        self.core, self.channel, self.rank = core, channel, rank
+    def __init__(self, core: HeldCore, channel: Any, settings: Any, tensors: list[Any]) -> None:
+        self.core, self.channel, self.settings, self.tensors = core, channel, settings, tensors
+        self.rank: int = settings["rank"]
         self.members = [n for n, one in enumerate(tensors) if one["role"] == "parameter"]
         """Tensors of each step of training."""
         self.lent: dict[int, Copy] = {}
@@ -88,13 +90,13 @@ class HeldChannel:
 
     def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         self.note("gradient_ready", step, tensor)
-        pointer = self.lend(tensor, step, pointer, nbytes)
-        self.channel.gradient_ready(tensor, step, pointer, nbytes)
+        lent = self.lend(tensor, step, pointer, nbytes)
+        self.channel.gradient_ready(tensor, step, lent, nbytes)
 
     def tensor_absent(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         self.note("tensor_absent", step, tensor)
-        pointer = self.lend(tensor, step, pointer, nbytes)
-        self.channel.tensor_absent(tensor, step, pointer, nbytes)
+        lent = self.lend(tensor, step, pointer, nbytes)
+        self.channel.tensor_absent(tensor, step, lent, nbytes)
 
     def block_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         self.note("block_ready", step, tensor)
@@ -141,8 +143,7 @@ class HeldChannel:
         while step and not released():
             # It raises once the session has failed.
             self.channel.is_ready(0, step)
-            with self.core.changed:
-                self.core.changed.wait(LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
 
 
 class HeldCore:
@@ -152,31 +153,22 @@ class HeldCore:
 
     def __init__(self) -> None:
         self._core: Any = load_core()
-        self.changed = threading.Condition()
         self.held: set[int] = set()
         """Tensors whose results do not land."""
         self.calls: list[tuple[Any, ...]] = []
         """(rank, name, step, tensor or tensors) of submissions and waits."""
         self.priorities: list[list[int]] = []
         self.channels: list[HeldChannel] = []
-        self.settings: list[dict[str, Any]] = []
-        """The options of each channel."""
-        self.tensors: dict[str, list[dict[str, Any]]] = {}
-        """What the channels carry, by the name of their job."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
     def Channel(self, listener: Any, options: str, plan: str, *rest: Any) -> Any:  # noqa: N802
-        settings = json.loads(options)
-        self.settings.append(settings)
-        tensors = self.tensors[settings["job"]] = json.loads(plan)["tensors"]
         channel = self._core.Channel(listener, options, plan, *rest)
-        self.channels.append(self.channel_type(self, channel, settings["rank"], tensors))
+        about = json.loads(options), json.loads(plan)["tensors"]
+        self.channels.append(self.channel_type(self, channel, *about))
         return self.channels[-1]
 
     def release(self, *tensors: int) -> None:
         """Let held tensors land."""
-        with self.changed:
-            self.held -= set(tensors)
-            self.changed.notify_all()
+        self.held = self.held - set(tensors)

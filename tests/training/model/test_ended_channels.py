@@ -55,8 +55,8 @@ class EndingCore(HeldCore):
         self.fatal = fatal
         self.made: list[str] = []
 
-    def channel_type(self, _: Any, channel: Any, rank: int, tensors: Any) -> Any:
-        return EndingChannel(self, channel) if rank == 0 else channel
+    def channel_type(self, _: Any, channel: Any, settings: Any, tensors: Any) -> Any:
+        return EndingChannel(self, channel) if settings["rank"] == 0 else channel
 
 
 def train(session: Any, optimizer: Callable[..., Any], *, clips: bool = False) -> None:

@@ -314,7 +314,7 @@ def test_options_that_do_not_fit_the_world_are_refused(
 def test_sums_on_nodes_are_off() -> None:
     core = HeldCore()
     run_ranks(2, lambda one: train(one, (), ""), core=core, going_on=True)
-    assert all("going_on" in settings for settings in core.settings)
+    assert all("going_on" in channel.settings for channel in core.channels)
 
 
 def test_calls_that_do_not_go_on_are_refused_by_name() -> None:

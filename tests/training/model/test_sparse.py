@@ -178,8 +178,8 @@ def test_the_norm_waits_for_rows_and_for_no_dense_mean() -> None:
     thread = threading.Thread(target=run_ranks, args=(2, body), kwargs={"core": core}, daemon=True)
     thread.start()
     may_go_on.wait(20)
-    (tensors,) = core.tensors.values()
-    dense = {index for index in range(5) if tensors[index].get("scheme") != "gather"}
+    tensors = core.channels[0].tensors
+    dense = {index for index in range(5) if tensors[index]["scheme"] != "gather"}
     assert len(dense) == 3
     core.held.update(dense)
     may_go_on.wait(20)

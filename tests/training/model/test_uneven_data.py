@@ -83,7 +83,9 @@ def test_uneven_data_equals_the_reference(batches: tuple[int, ...], clips: bool)
         assert same_bits(parameters, snapshot(expected[0]))
         assert same_bits(state, results[0][1])
     # A world for training and, if the data was uneven, one for the hand-over.
-    assert len(core.tensors) == (1 if len(set(batches)) == 1 else 2)
+    assert len({one.settings["job"] for one in core.channels}) == (
+        1 if len(set(batches)) == 1 else 2
+    )
 
 
 def test_the_order_of_the_state_and_shared_settings_are_handed_over() -> None:

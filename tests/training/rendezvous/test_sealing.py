@@ -40,7 +40,7 @@ def test_the_users_secret_decides(options: dict[str, Any], is_sealed: bool) -> N
 
     first, second = run_ranks(2, body, core=core, local="off", **options)
     assert torch.equal(first, second)
-    assert [one["seal"] for one in core.settings] == [is_sealed, is_sealed]
+    assert [one.settings["seal"] for one in core.channels] == [is_sealed, is_sealed]
     # Both ranks compare the same addresses, in the order of ranks.
-    known = [one["published"] for one in core.settings]
+    known = [one.settings["published"] for one in core.channels]
     assert known[0] == known[1] and len(set(known[0])) == 2
