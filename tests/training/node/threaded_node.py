@@ -25,17 +25,8 @@ class ThreadMessenger(LocalLink):
         self.peers = [one for one in range(layout.local_size) if one != layout.local_rank]
         self._queues = queues
 
-    def send(
-        self,
-        peer: int,
-        kind: int,
-        part: int = 0,
-        step: int = 0,
-        *,
-        absent: bool = False,
-        text: bytes = b"",
-    ) -> None:
-        self._queues[peer].on_message(kind, part, step, absent=absent)
+    def send(self, peer: int, *message: Any, **named: Any) -> None:
+        self._queues[peer].on_message(*message, **named)
 
 
 class Rounds:

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -246,33 +246,20 @@ def other_nodes() -> list[str]:
     return [f"steps {first} to {run.step}"]
 
 
-def differ() -> list[str]:
-    """Have the second node end a round where the first one's fragment has its turn."""
+def ended(first: Sequence[int], second: Sequence[int]) -> list[str]:
+    """Return what a session fails with while the nodes train so many steps; 0: synchronize."""
     run = Run({"steps": 4})
     try:
-        run.train_alone(3)
-        if run.rank >= MESH["shard"].size():
-            run.session.synchronize()
-        run.train_alone(1)
+        for steps in second if run.rank >= MESH["shard"].size() else first:
+            if steps:
+                run.train_alone(steps)
+            else:
+                run.session.synchronize()
         return ["nothing was found"]
     except gradlane.SessionFailedError as error:
         return [str(error).split(":")[0]]
     finally:
         # No rank is to hear of another's end first.
-        dist.barrier()
-        run.session.abort("the test has ended")
-
-
-def fewer() -> list[str]:
-    """Have the second node skip a step, where it has none after its last exchange."""
-    run = Run({"steps": 4})
-    try:
-        run.train_alone(4 if run.rank >= MESH["shard"].size() else 5)
-        run.session.synchronize()
-        return ["nothing was found"]
-    except gradlane.SessionFailedError as error:
-        return [str(error).split(":")[0]]
-    finally:
         dist.barrier()
         run.session.abort("the test has ended")
 
@@ -311,8 +298,10 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "empty_shards": lambda: rounds({"steps": 4, "fragments": 3}, scales=1),
     "coded": coded,
     "columns_part": columns_part,
-    "differ": differ,
-    "fewer": fewer,
+    # The second node ends a round where the first one's fragment has its turn.
+    "differ": lambda: ended([4], [3, 0, 1]),
+    # It skips a step, where it has none after its last exchange.
+    "fewer": lambda: ended([5, 0], [4, 0]),
     "other_nodes": other_nodes,
     "coded_states": lambda: states({"steps": 4, "outer": "average"}, codec=SPARSE),
     "states": lambda: [*states(STREAMING), *refused_states()],
