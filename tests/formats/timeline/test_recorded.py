@@ -18,7 +18,6 @@ from gradlane.formats.timeline.checks import check_events
 from gradlane.formats.timeline.chrome import read_chrome, to_chrome, write_chrome
 from gradlane.formats.timeline.merge import merge
 from gradlane.formats.timeline.spans import Span, Timeline
-from gradlane.training.core import load_core
 from gradlane.training.monitoring.recorded import Mark, ModelRecord, rank_path, recorded_timeline
 from tests.command_line import run
 from tests.formats.timeline.names import named
@@ -60,8 +59,7 @@ def train(session: gradlane.Session) -> int:
 
 def recorded(folder: Path, world_size: int = 2, **options: Any) -> list[Timeline]:
     path = folder / f"{uuid.uuid4().hex}.json"
-    core: Any = load_core()
-    sent = run_ranks(world_size, train, core=core, trace=path, slice_elems=1000, **options)
+    sent = run_ranks(world_size, train, trace=path, slice_elems=1000, **options)
     timelines = [read_chrome(rank_path(path, rank)) for rank in range(world_size)]
     for timeline, tx_bytes in zip(timelines, sent, strict=True):
         left = sum(
@@ -117,10 +115,9 @@ def test_encoding_and_decoding_are_in_lanes_of_their_own(tmp_path: Path, strateg
             optimizer.zero_grad()
         session.synchronize()
 
-    core: Any = load_core()
     options: dict[str, Any] = {"codec": "qsgd:bits=8", "slice_elems": 250_000}
     options |= {"strategy": strategy, "work_threads": 1}
-    run_ranks(2, train_wide, core=core, trace=path, **options)
+    run_ranks(2, train_wide, trace=path, **options)
     for rank in range(2):
         timeline = read_chrome(rank_path(path, rank))
         lanes = {span.lane for span in timeline.spans}
@@ -186,8 +183,7 @@ def test_the_environment_asks_for_a_timeline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GRADLANE_TRACE", str(tmp_path / "trace.json.gz"))
-    core: Any = load_core()
-    run_ranks(2, train, core=core, update="server")
+    run_ranks(2, train, update="server")
     timeline = read_chrome(tmp_path / "trace.rank1.json.gz")
     kinds = {span.arguments["kind"] for span in timeline.spans if span.lane == "reduce"}
     assert "update" in kinds
@@ -201,10 +197,9 @@ def test_a_failed_run_leaves_its_timeline(tmp_path: Path) -> None:
         model = Model()
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    core: Any = load_core()
     path = tmp_path / "trace.json"
     options: dict[str, Any] = {"trace": path, "expect_errors": True, "connect_timeout_s": 2.0}
-    results = run_ranks(2, breaks, core=core, **options)
+    results = run_ranks(2, breaks, **options)
     assert isinstance(results[1], ArithmeticError)
     for rank in range(2):
         assert read_chrome(rank_path(path, rank)).spans

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from gradlane.cli.main import app
 from gradlane.lab.runs.run import LabProgress
-from gradlane.training.core import load_core
 from gradlane.training.options.local_updates import Local
 from gradlane_papers.accuracy import study
 from gradlane_papers.accuracy.between import page_text
@@ -31,7 +30,6 @@ from tests.training.model.ranks import run_ranks
 
 pytestmark = needs_core
 
-CORE: Any = load_core()
 SPARSE = "topk:ratio=0.05,broadcast_ratio=0.1,bits=2,bucket=64,decay=0.95"
 
 
@@ -63,7 +61,7 @@ def test_emulated_local_updates_have_the_bits_of_sessions(local: Local, codec: s
         session.close()
         return [one.detach().clone() for one in model.parameters()]
 
-    found = run_ranks(2, body, core=CORE, update=local, codec=codec, local="off")
+    found = run_ranks(2, body, update=local, codec=codec, local="off")
     scheme = parse_scheme(given, 2)
     assert scheme.local is not None
     workers = LocalWorkers(run, scheme.local, scheme.codec)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from gradlane.training.core import load_core
 from gradlane_papers.accuracy.exchange import ALL
 from gradlane_papers.accuracy.run import Run
 from gradlane_papers.accuracy.tasks import TASKS
@@ -49,8 +48,7 @@ def test_asgd_of_the_study_is_that_of_the_engine() -> None:
         session.synchronize()
         return losses, session.monitoring.staleness()
 
-    core: Any = load_core()
-    results = run_ranks(WORKERS, body, core=core, strategy="asgd", update="server")
+    results = run_ranks(WORKERS, body, strategy="asgd", update="server")
     curve = train(Run(task.name, "asgd", ALL, SEED, WORKERS, STEPS))
     assert curve.evaluated == list(range(STEPS + 1))
     # The last rank's answer holds everybody's updates of that round.

@@ -22,7 +22,6 @@ from gradlane.planning.simulation.local_updates import (
 )
 from gradlane.planning.simulation.profiles import Profile, ProfileTensor, write_profile
 from gradlane.planning.simulation.scenarios import Cluster
-from gradlane.training.core import load_core
 from gradlane.training.local_updates.fragments import divide
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.options.local_updates import Local, parse_local
@@ -187,8 +186,7 @@ def test_sparse_codecs_have_the_bytes_that_connections_carry(ranks: int, codec: 
         session.exchange("all have what this rank has sent")
         return float(session.metrics()["tx_bytes"] - before) / 16
 
-    core: Any = load_core()
-    sent = run_ranks(ranks, body, core=core, update=update, local="off", codec=codec)
+    sent = run_ranks(ranks, body, update=update, local="off", codec=codec)
     profile = Profile(
         "as trained",
         1,

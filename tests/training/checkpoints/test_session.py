@@ -47,11 +47,9 @@ LAST = 12
 def run(
     folder: Path, world_size: int, last: int, options: dict[str, Any], **settings: Any
 ) -> list[tuple[int, list[float]]]:
-    core: Any = load_core()
     return run_ranks(
         world_size,
         lambda session: train(session, last, **settings),
-        core=core,
         summary=False,
         slice_elems=700,
         checkpoint_folder=folder,
@@ -271,11 +269,9 @@ def test_damage_is_named_on_every_rank(
         broadcast(self, entries, first, **more)
 
     monkeypatch.setattr(DirectCarrier, "broadcast_initial", late)
-    core: Any = load_core()
     errors = run_ranks(
         2,
         lambda session: train(session, LAST),
-        core=core,
         checkpoint_folder=tmp_path,
         expect_errors=True,
     )
@@ -299,9 +295,8 @@ def test_restore_needs_a_folder_a_model_and_the_right_moment(tmp_path: Path) -> 
         with pytest.raises(UsageError, match="one model"):
             session.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
 
-    core: Any = load_core()
-    run_ranks(1, without, core=core, summary=False)
-    run_ranks(1, early, core=core, summary=False, checkpoint_folder=tmp_path)
+    run_ranks(1, without, summary=False)
+    run_ranks(1, early, summary=False, checkpoint_folder=tmp_path)
 
 
 # ---- values that come back, and values that are refused
@@ -353,9 +348,8 @@ def go_on(
         session.synchronize()
         return begun, seen
 
-    core: Any = load_core()
     settings = {"checkpoint_folder": folder, "checkpoint_every": 3, "summary": False, **options}
-    return run_ranks(2, body, core=core, expect_errors=expect_errors, **settings)
+    return run_ranks(2, body, expect_errors=expect_errors, **settings)
 
 
 class Color(enum.IntEnum):
@@ -482,10 +476,7 @@ def test_a_value_that_appears_later_is_refused_with_its_path_on_every_rank(tmp_p
                 session.synchronize()
                 optimizer.state[next(iter(model.parameters()))]["note"] = decimal.Decimal(1)
 
-    core: Any = load_core()
-    errors = run_ranks(
-        2, body, core=core, checkpoint_folder=tmp_path, checkpoint_every=3, expect_errors=True
-    )
+    errors = run_ranks(2, body, checkpoint_folder=tmp_path, checkpoint_every=3, expect_errors=True)
     for error in errors:
         assert isinstance(error, CheckpointError)
         assert (
@@ -570,8 +561,7 @@ def test_a_run_that_catches_a_damaged_checkpoint_and_starts_anew_is_refused(tmp_
         batch_loss(model, session.rank, 1).backward()  # type: ignore[no-untyped-call]
         prepared.step()
 
-    core: Any = load_core()
-    errors = run_ranks(2, body, core=core, checkpoint_folder=tmp_path, expect_errors=True)
+    errors = run_ranks(2, body, checkpoint_folder=tmp_path, expect_errors=True)
     assert all("2 checkpoints of another run" in str(error) for error in errors), errors
     assert names(tmp_path) == before
 

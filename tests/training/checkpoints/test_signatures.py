@@ -23,7 +23,6 @@ from gradlane.training.checkpoints.folder import (
 )
 from gradlane.training.checkpoints.shard import read_shard, write_shard
 from gradlane.training.checkpoints.signing import checkpoint_key, sign_checkpoints
-from gradlane.training.core import load_core
 from tests.built import needs_core
 from tests.command_line import run as run_command
 from tests.training.checkpoints.training import train
@@ -191,11 +190,9 @@ def test_the_command_signs_with_the_secret_of_the_environment(
 
 
 def trained(folder: Path, last: int, secret: str | None, **more: Any) -> list[Any]:
-    core: Any = load_core()
     return run_ranks(
         2,
         lambda session: train(session, last),
-        core=core,
         summary=False,
         checkpoint_folder=folder,
         checkpoint_every=3,

@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 import gradlane
 from gradlane.errors import SessionFailedError, UsageError
-from gradlane.training.core import load_core
 from gradlane.training.local_updates.outer_exchange import OuterExchange
 from gradlane.training.model.barrier import Barrier
 from gradlane.training.rendezvous.membership import MembershipChange
@@ -28,7 +27,6 @@ from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot
 from tests.waiting import eventually
 
-CORE: Any = load_core()
 WORLD = 4
 DEAD = "the loss is not a number"
 Hook = Callable[[Any, int], None]
@@ -77,7 +75,6 @@ def run(victim: int, body: Callable[[Any], Any], **given: Any) -> list[Any]:
     results = run_ranks(
         WORLD,
         body,
-        core=CORE,
         update=update,
         local="off",
         going_on=True,
@@ -177,7 +174,7 @@ def test_states_after_a_loss() -> None:
         session.load_state_dict(states[0])
         return snapshot(model)
 
-    found = run_ranks(2, resumed, core=CORE, update=gradlane.Local(steps=4), local="off")
+    found = run_ranks(2, resumed, update=gradlane.Local(steps=4), local="off")
     assert all(same_bits(one, left[0]["common"]) for one in found)
 
 
@@ -191,7 +188,6 @@ def test_keys_are_deleted_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(
         WORLD,
         lambda it: train(it, 9, lambda *_: None),
-        core=CORE,
         update=update,
         local="off",
         going_on=True,
@@ -300,7 +296,7 @@ def test_a_rank_that_is_lost_while_all_load_a_state_ends_them(
 
     update = gradlane.Local(steps=4)
     options: dict[str, Any] = {"update": update, "local": "off", "going_on": True, "codec": codec}
-    results = run_ranks(3, body, core=CORE, expect_errors=True, **options)
+    results = run_ranks(3, body, expect_errors=True, **options)
     for one in (results[0], results[2]):
         assert isinstance(one, SessionFailedError) and "rank 1 was lost" in str(one), results
 
@@ -322,7 +318,7 @@ def test_members_that_change_in_close_are_told_to_nobody() -> None:
         return session.rank, session.world_size
 
     options: dict[str, Any] = {"local": "off", "going_on": True, "expect_errors": True}
-    results = run_ranks(4, body, core=CORE, update=gradlane.Local(steps=4), **options)
+    results = run_ranks(4, body, update=gradlane.Local(steps=4), **options)
     assert [results[0], *results[2:]] == [(0, 3), (1, 3), (2, 3)]
 
 
@@ -338,7 +334,7 @@ def test_numbers_are_gathered_by_all_or_none() -> None:
 
     update = gradlane.Local(steps=1)
     first, second = run_ranks(
-        2, body, core=CORE, update=update, local="off", going_on=True, expect_errors=True
+        2, body, update=update, local="off", going_on=True, expect_errors=True
     )
     assert "rank 1 calls session.gather_integers(): every rank takes the same" in str(first)
     assert "rank 0 trains a step where this rank is in session.gather_integers()" in str(second)

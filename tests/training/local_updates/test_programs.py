@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
-from gradlane.training.core import load_core
 from gradlane.training.local_updates.fragments import divide
 from gradlane.training.model import staging
 from gradlane.training.rendezvous.tensor_table import build_table
@@ -30,7 +29,6 @@ from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot
 from tests.training.model.simulated_device import SimulatedDevice
 
-CORE: Any = load_core()
 awkward_loss: Any = test_training.awkward_loss
 
 
@@ -75,9 +73,7 @@ def test_tied_frozen_unused_and_empty_parameters() -> None:
         session.synchronize()
         return snapshot(model)
 
-    first, second = run_ranks(
-        2, body, core=CORE, local="off", update=gradlane.Local(steps=8, outer="average")
-    )
+    first, second = run_ranks(2, body, local="off", update=gradlane.Local(steps=8, outer="average"))
     assert same_bits(first, second)
     models = [seeded(Awkward) for _ in range(2)]
     for rank, model in enumerate(models):
@@ -120,7 +116,7 @@ def test_several_optimizers_end_a_step_together() -> None:
     stepping: Any = [Together(both(one)) for one in models]
     reference = LocalReference(models, stepping, [NAMES], steps=2)
     reference.train(5, loss)
-    found = run_ranks(2, body, core=CORE, local="off", update=gradlane.Local(steps=2))
+    found = run_ranks(2, body, local="off", update=gradlane.Local(steps=2))
     for rank, parameters in enumerate(found):
         assert same_bits(parameters, snapshot(reference.models[rank]))
 
@@ -138,9 +134,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
             optimizer.step()
         return parameter.detach().clone()
 
-    for found in run_ranks(
-        2, body, core=CORE, local="off", update=gradlane.Local(steps=2, outer="average")
-    ):
+    for found in run_ranks(2, body, local="off", update=gradlane.Local(steps=2, outer="average")):
         torch.testing.assert_close(found, torch.full((3, 5), 1.0 - 4 * 0.15, dtype=dtype))
 
 
@@ -165,7 +159,7 @@ def test_accumulation_clipping_and_closures_are_torchs_own() -> None:
         assert session.step == 5
         return snapshot(model)
 
-    first, second = run_ranks(2, body, core=CORE, local="off", update=gradlane.Local(steps=2))
+    first, second = run_ranks(2, body, local="off", update=gradlane.Local(steps=2))
     assert same_bits(first, second)
 
 
@@ -176,7 +170,7 @@ def test_through_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = expected(2, TWO, steps=4, overlap=2, mix=0.5)
     reference.train(11, loss)
     update = gradlane.Local(steps=4, fragments=2, overlap_steps=2, mix=0.5)
-    found = run_ranks(2, lambda it: trains(it, 11), core=CORE, local="off", update=update)
+    found = run_ranks(2, lambda it: trains(it, 11), local="off", update=update)
     for rank, parameters in enumerate(found):
         assert same_bits(parameters, snapshot(reference.models[rank]))
     assert SimulatedDevice.made
@@ -236,7 +230,7 @@ def test_drawn_options(seed: int) -> None:
     )
     strategy = draw.choice(["p3", "slicing", "wfbp", "kvstore", "deferred-pull"])
     found = run_ranks(
-        world_size, body, core=CORE, local="off", update=update, strategy=strategy, slice_elems=200
+        world_size, body, local="off", update=update, strategy=strategy, slice_elems=200
     )
     for rank, parameters in enumerate(found):
         assert same_bits(parameters, snapshot(reference.models[rank])), (update, last, meets)
@@ -251,7 +245,7 @@ def test_metrics_count_each_ranks_own_steps() -> None:
         return session.metrics()
 
     update = gradlane.Local(steps=4, fragments=2, overlap_steps=1)
-    for reading in run_ranks(2, body, core=CORE, local="off", update=update, dashboard="0"):
+    for reading in run_ranks(2, body, local="off", update=update, dashboard="0"):
         assert reading["step"] == 9
         assert reading["steps"]["count"] >= 8
     assert logged == {0: [2, 4, 6, 8], 1: [2, 4, 6, 8]}
@@ -271,7 +265,7 @@ def test_an_optimizer_steps_on_alone_after_the_session_with_a_warning() -> None:
 
     # Ranks are threads here, and what catches warnings does so for all of them.
     with pytest.warns(UserWarning, match="from step 1 on this rank trains alone") as caught:
-        run_ranks(2, body, core=CORE, local="off", update=gradlane.Local(steps=4))
+        run_ranks(2, body, local="off", update=gradlane.Local(steps=4))
     assert sum("trains alone" in str(one.message) for one in caught) == 2
 
 
@@ -307,7 +301,7 @@ def test_a_step_within_a_step_counts_once(scheduled: str) -> None:
 
     reference = expected(2, [NAMES], steps=4)
     reference.train(10, loss)
-    found = run_ranks(2, body, core=CORE, local="off", update=gradlane.Local(steps=4))
+    found = run_ranks(2, body, local="off", update=gradlane.Local(steps=4))
     for rank, parameters in enumerate(found):
         assert same_bits(parameters, snapshot(reference.models[rank]))
 
@@ -327,4 +321,4 @@ def test_a_step_that_fails_is_none_and_the_optimizer_is_plain_again() -> None:
         session.close()
         assert "step" not in vars(optimizer)
 
-    run_ranks(1, body, core=CORE, local="off", update=gradlane.Local(steps=4))
+    run_ranks(1, body, local="off", update=gradlane.Local(steps=4))

@@ -12,14 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
-from gradlane.training.core import load_core
 from gradlane_papers.accuracy.exchange import EmulatedExchange
 from tests.training.local_updates.reference import LocalReference
 from tests.training.model.models import seeded
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot
-
-CORE: Any = load_core()
 
 
 def build() -> nn.Module:
@@ -67,7 +64,7 @@ def test_one_fragment_without_overlap(world_size: int, outer: str) -> None:
     reference = expected(world_size, [NAMES], steps=4, outer=outer)
     reference.train(10, loss)
     update = gradlane.Local(steps=4, outer=outer)
-    found = run_ranks(world_size, lambda it: trains(it, 10), core=CORE, update=update, local="off")
+    found = run_ranks(world_size, lambda it: trains(it, 10), update=update, local="off")
     for rank, parameters in enumerate(found):
         assert same_bits(parameters, snapshot(reference.models[rank]))
     reference.synchronize()
@@ -81,7 +78,7 @@ def test_fragments_overlap_and_mix(world_size: int, overlap: int, mix: float) ->
     reference = expected(world_size, TWO, steps=6, overlap=overlap, mix=mix)
     reference.train(20, loss)
     update = gradlane.Local(steps=6, fragments=2, overlap_steps=overlap, mix=mix)
-    found = run_ranks(world_size, lambda it: trains(it, 20), core=CORE, update=update, local="off")
+    found = run_ranks(world_size, lambda it: trains(it, 20), update=update, local="off")
     for rank, parameters in enumerate(found):
         assert same_bits(parameters, snapshot(reference.models[rank]))
 
@@ -102,7 +99,7 @@ def test_one_step_and_average_is_the_mean_of_all_parameters(world_size: int) -> 
                 for one in all_ranks:
                     one.copy_(mean)
     update = gradlane.Local(steps=1, outer="average")
-    found = run_ranks(world_size, lambda it: trains(it, 5), core=CORE, update=update, local="off")
+    found = run_ranks(world_size, lambda it: trains(it, 5), update=update, local="off")
     for parameters in found:
         assert same_bits(parameters, found[0])
         for one, other in zip(parameters, models[0].parameters(), strict=True):
@@ -147,7 +144,7 @@ def test_synchronize_and_close_end_the_round_on_all_ranks(given: dict[str, Any])
         return [at_6, snapshot(model)]
 
     update = gradlane.Local(steps=4, **given)
-    for at_6, at_13 in run_ranks(3, body, core=CORE, update=update, local="off"):
+    for at_6, at_13 in run_ranks(3, body, update=update, local="off"):
         assert same_bits(at_6, synchronized)
         assert same_bits(at_13, snapshot(reference.models[0]))
 
@@ -173,7 +170,7 @@ def test_what_is_written_without_a_step_ends_at_the_common_point(
         session.synchronize()
         return [exchanged, snapshot(model)]
 
-    found = run_ranks(2, body, core=CORE, update=gradlane.Local(steps=4), local="off")
+    found = run_ranks(2, body, update=gradlane.Local(steps=4), local="off")
     for exchanged, synchronized in found:
         assert same_bits(exchanged, snapshot(reference.models[0]))
         assert same_bits(synchronized, exchanged)
@@ -187,9 +184,7 @@ def test_every_strategy_gives_the_same_bits(strategy: str) -> None:
     update = gradlane.Local(steps=4, fragments=2, overlap_steps=2, mix=0.5)
     reference = expected(3, TWO, steps=4, overlap=2, mix=0.5)
     reference.train(9, loss)
-    found = run_ranks(
-        3, lambda it: trains(it, 9), core=CORE, update=update, local="off", strategy=strategy
-    )
+    found = run_ranks(3, lambda it: trains(it, 9), update=update, local="off", strategy=strategy)
     for rank, parameters in enumerate(found):
         assert same_bits(parameters, snapshot(reference.models[rank]))
 
@@ -205,7 +200,7 @@ def test_rings_and_servers_keep_the_ranks_alike(options: dict[str, Any]) -> None
     reference = expected(3, TWO, steps=4)
     reference.train(9, loss)
     reference.synchronize()
-    for parameters in run_ranks(3, body, core=CORE, update=update, local="off", **options):
+    for parameters in run_ranks(3, body, update=update, local="off", **options):
         for one, other in zip(parameters, reference.models[0].parameters(), strict=True):
             torch.testing.assert_close(one, other.detach(), rtol=1e-5, atol=1e-6)
 
@@ -224,7 +219,7 @@ def test_codecs_keep_the_ranks_alike_and_near_the_reference(codec: str) -> None:
     start = snapshot(reference.models[0])
     reference.train(40, loss)
     reference.synchronize()
-    found = run_ranks(2, body, core=CORE, update=update, local="off", codec=codec)
+    found = run_ranks(2, body, update=update, local="off", codec=codec)
     (parameters, ratio), (others, _) = found
     assert same_bits(parameters, others)
     assert ratio > (1.5 if codec == "bf16" else 2.5)
@@ -250,7 +245,7 @@ def test_error_feedback_loses_nothing_for_good() -> None:
         return start - model.weight.detach()
 
     update = gradlane.Local(steps=4, outer="average")
-    for moved in run_ranks(2, body, core=CORE, update=update, local="off", codec="topk:ratio=0.25"):
+    for moved in run_ranks(2, body, update=update, local="off", codec="topk:ratio=0.25"):
         torch.testing.assert_close(moved.mean(), torch.tensor(400 * 1.5e-3), rtol=0.05, atol=0)
 
 
@@ -288,7 +283,7 @@ def test_samples_weigh(fragments: int) -> None:
     reference.means = means  # type: ignore[method-assign]
     reference.train(8, loss)
     update = gradlane.Local(steps=4, fragments=fragments)
-    found = run_ranks(3, body, core=CORE, update=update, local="off")
+    found = run_ranks(3, body, update=update, local="off")
     for rank, parameters in enumerate(found):
         for one, other in zip(parameters, snapshot(reference.models[rank]), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -310,12 +305,12 @@ def test_bytes_on_the_wire_are_as_many_times_fewer() -> None:
         session.exchange("all have what this rank has sent")
         return session.metrics()["tx_payload_bytes"] - before  # type: ignore[no-any-return]
 
-    exact = sum(run_ranks(2, lambda it: body(it, local=False), core=CORE, local="off"))
+    exact = sum(run_ranks(2, lambda it: body(it, local=False), local="off"))
     for fragments in (1, 2):
         update = gradlane.Local(steps=32, fragments=fragments)
-        rare = sum(run_ranks(2, body, core=CORE, local="off", update=update))
+        rare = sum(run_ranks(2, body, local="off", update=update))
         assert rare == pytest.approx(exact / 32, rel=0.02)
-        coded = sum(run_ranks(2, body, core=CORE, local="off", update=update, codec="int8"))
+        coded = sum(run_ranks(2, body, local="off", update=update, codec="int8"))
         assert coded == pytest.approx(rare / 4, rel=0.1)
 
 
@@ -337,7 +332,7 @@ def test_an_exchange_is_under_way_while_its_steps_are_taken() -> None:
                 gone_on.set()
         met.wait(30)
 
-    run_ranks(2, body, core=CORE, update=gradlane.Local(steps=2, overlap_steps=2), local="off")
+    run_ranks(2, body, update=gradlane.Local(steps=2, overlap_steps=2), local="off")
 
 
 @dataclass
@@ -371,9 +366,7 @@ def test_sparse_loco_is_error_feedback_in_place_of_outer_momentum(bits: int) -> 
     )
     reference.train(12, loss)
     update = gradlane.Local(steps=4, outer="average")
-    found = run_ranks(
-        4, lambda it: trains(it, 12), core=CORE, update=update, local="off", codec=codec
-    )
+    found = run_ranks(4, lambda it: trains(it, 12), update=update, local="off", codec=codec)
     for rank, parameters in enumerate(found):
         assert same_bits(parameters, snapshot(reference.models[rank]))
 
@@ -398,5 +391,5 @@ def test_sparse_loco_sends_a_thousandth_of_the_bytes() -> None:
     codec = gradlane.codecs.TopK(ratio=0.02, broadcast_ratio=0.08, bits=2, bucket=4096, decay=0.95)
     update = gradlane.Local(steps=32, outer="average")
     exact = 2 * 3 / 4 * 4 * (512 * 512 + 512 + 512 * 64 + 64)
-    for sent in run_ranks(4, body, core=CORE, update=update, local="off", codec=codec):
+    for sent in run_ranks(4, body, update=update, local="off", codec=codec):
         assert exact / sent > 1000

@@ -15,7 +15,6 @@ from torch import nn
 
 import gradlane
 from gradlane.errors import PeerLostError, ProgressTimeoutError
-from gradlane.training.core import load_core
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from tests.built import needs_core
 from tests.training.model.pool import RankPool
@@ -118,10 +117,7 @@ def _with_an_evaluation(**options: Any) -> list[Any]:
         session.synchronize()
         return session.metrics()["step"]
 
-    core: Any = load_core()
-    return run_ranks(
-        2, body, core=core, expect_errors=True, summary=False, **{"check_every": 1, **options}
-    )
+    return run_ranks(2, body, expect_errors=True, summary=False, **{"check_every": 1, **options})
 
 
 def test_nothing_that_trains_reads_a_clock_that_can_be_set() -> None:

@@ -158,13 +158,12 @@ def test_changes_between_steps_are_compared_where_no_status_travels(
         session.synchronize()
         return [model.scale.clone()]
 
-    core: Any = load_core()
     if is_alike:
-        for found in run_ranks(2, body, core=core, update="server"):
+        for found in run_ranks(2, body, update="server"):
             assert same_bits(found, [torch.full((3,), 1 + added[0])])
         return
     with pytest.raises(gradlane.SessionFailedError, match=r"not alike on all ranks: this rank"):
-        run_ranks(2, body, core=core, update="server")
+        run_ranks(2, body, update="server")
 
 
 @needs_core
@@ -185,12 +184,11 @@ def test_writes_that_torch_does_not_count_are_compared(
             optimizer.step()
             optimizer.zero_grad()
 
-    core: Any = load_core()
     if is_alike:
-        run_ranks(2, body, core=core, update=update)
+        run_ranks(2, body, update=update)
         return
     with pytest.raises(gradlane.SessionFailedError, match=r"not alike on all ranks"):
-        run_ranks(2, body, core=core, update=update)
+        run_ranks(2, body, update=update)
 
 
 @pytest.mark.parametrize("mode", ["broadcast", "average"])

@@ -246,7 +246,8 @@ def test_norms_that_are_not_finite(bad: float) -> None:
 
     for error in run_ranks(2, body, expect_errors=True):
         assert isinstance(error, RuntimeError)
-        assert str(error).startswith(f"the norm of all averaged gradients is {bad}")
+        # The one that finds it first tells the other.
+        assert f"the norm of all averaged gradients is {bad}" in str(error)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

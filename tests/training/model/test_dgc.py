@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from gradlane.errors import UsageError
-from gradlane.training.core import load_core
 from tests.dgc_oracle import DgcOracle
 from tests.training.model.ranks import run_ranks
 
@@ -107,8 +106,7 @@ def train(session: Any, momentum: float, parts: int = 1, defer: bool | None = No
 
 
 def run(body: Any, **options: Any) -> list[Any]:
-    core: Any = load_core()
-    return run_ranks(RANKS, body, core=core, summary=False, **{"codec": CODEC, **options})
+    return run_ranks(RANKS, body, summary=False, **{"codec": CODEC, **options})
 
 
 @pytest.mark.parametrize("defer", [None, False])
@@ -241,7 +239,6 @@ def test_one_rank_alone_keeps_the_momentum_of_its_optimizer() -> None:
         differences = zip(model.parameters(), alike.parameters(), strict=True)
         return torch.stack([(w - v).detach().abs().max() for w, v in differences]).max()
 
-    core: Any = load_core()
     codec = "dgc:ratio=0.02"
-    (difference,) = run_ranks(1, body, core=core, summary=False, codec=codec)
+    (difference,) = run_ranks(1, body, summary=False, codec=codec)
     assert float(difference) == 0.0

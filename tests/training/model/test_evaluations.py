@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
-from gradlane.training.core import load_core
 from tests.built import needs_core
 from tests.training.model.models import seeded
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot
 
-CORE: Any = load_core()
 STEPS = 3
 
 
@@ -224,7 +222,7 @@ def test_ranks_agree_under(options: dict[str, Any]) -> None:
     def body(session: Any) -> Any:
         return trains(session, MAKES["searching"], "twice", buffers="average")
 
-    first, second = run_ranks(2, body, core=CORE, **{"local": "off", **options})
+    first, second = run_ranks(2, body, **{"local": "off", **options})
     assert same_bits(first[0], second[0]) and first[1:] == second[1:]
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradlane.training.core import load_core
 from gradlane.training.plans.settings import LEARNING_STEPS
 from tests.training.model.ranks import run_ranks
 
@@ -44,9 +43,8 @@ def trained(lanes: int, plan: str | None = None, **options: Any) -> list[Tensor]
             assert session.monitoring.schemes["0.weight"] == "sfb"
         return [parameter.detach().clone() for parameter in model.parameters()]
 
-    core: Any = load_core()
     options = {"slice_elems": 96, "lanes": lanes, **options}
-    results = run_ranks(RANKS, body, core=core, summary=False, **options)
+    results = run_ranks(RANKS, body, summary=False, **options)
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
     return results[0]  # type: ignore[no-any-return]

@@ -25,7 +25,6 @@ from tests.training.model.reference import (
 from tests.training.model.test_training import batch, sgd
 
 STEPS = 8
-CORE: Any = load_core()
 awkward_loss: Any = test_training.awkward_loss
 cnn_loss: Any = test_training.cnn_loss
 
@@ -226,9 +225,8 @@ def test_one_rank_alone_with_a_scaler_is_named() -> None:
             optimizer.zero_grad()
         session.synchronize()
 
-    core: Any = load_core()
     with pytest.raises(gradlane.GradlaneError, match="GradScaler have to be used on all ranks"):
-        run_ranks(2, body, core=core, local="off")
+        run_ranks(2, body, local="off")
 
 
 LOOKS: dict[str, Callable[[nn.Module], Any]] = {
@@ -261,8 +259,7 @@ def test_one_rank_may_look_at_gradients_before_the_scaler_does(
         return snapshot(model)
 
     plain, seen = (
-        run_ranks(2, lambda session, looks=looks: body(session, looks), core=CORE)
-        for looks in (False, True)
+        run_ranks(2, lambda session, looks=looks: body(session, looks)) for looks in (False, True)
     )
     for rank in range(2):
         assert same_bits(seen[rank], plain[0])

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradlane
-from gradlane.training.core import load_core
 from gradlane.training.model.several_optimizers import SeveralOptimizers
 from tests.training.model.held_step import TrainStep, check_norm_alone_is_waited_for
 from tests.training.model.models import seeded
@@ -307,8 +306,8 @@ def test_fused(loop: Loop) -> None:
 
 
 def test_the_real_core() -> None:
-    check(in_turns, core=load_core())
-    check(scaled_and_clipped, core=load_core())
+    check(in_turns)
+    check(scaled_and_clipped)
 
 
 def test_each_is_stepped_in_parts() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import gradlane
-from gradlane.training.core import load_core
 from gradlane.training.model.stages.stage import StepStage
 from gradlane.training.model.stages.stage_list import StageList
 from tests.built import needs_core
@@ -42,8 +41,7 @@ def explained(ranks: int = 2, buffers: bool = False, **options: Any) -> list[Any
         session.prepare(model, optimizer)
         return session.explain()
 
-    core: Any = load_core()
-    return run_ranks(ranks, body, core=core, **options)
+    return run_ranks(ranks, body, **options)
 
 
 def names(explanation: Any) -> list[str]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
-from gradlane.training.core import load_core
 from tests.training.model import test_training
 from tests.training.model.models import Attention, Awkward, SmallCnn, seeded
 from tests.training.model.ranks import run_ranks
@@ -23,7 +22,6 @@ from tests.training.model.reference import (
 from tests.training.model.test_training import sgd
 
 STEPS = 5
-CORE: Any = load_core()
 cnn_loss: Any = test_training.cnn_loss
 attention_loss: Any = test_training.attention_loss
 awkward_loss: Any = test_training.awkward_loss
@@ -105,7 +103,7 @@ def test_the_real_core(options: dict[str, Any]) -> None:
             return trains(session, SmallCnn, cnn_loss, clips=clips)
 
         expected = run_reference(3, body)
-        found = run_ranks(3, body, core=CORE, **{"local": "off", **options})
+        found = run_ranks(3, body, **{"local": "off", **options})
         for rank, parameters in enumerate(found):
             assert same_bits(parameters, found[0])
             for one, other in zip(parameters, expected[rank], strict=True):
@@ -186,7 +184,7 @@ def test_codecs_lose_nothing_for_good(codec: str) -> None:
             optimizer.zero_grad()
         return total / 40
 
-    for mean in run_ranks(2, body, core=CORE, local="off", codec=codec):
+    for mean in run_ranks(2, body, local="off", codec=codec):
         torch.testing.assert_close(
             mean.mean(), torch.tensor((24 + 8 * 2) / 32 / 64), rtol=0.05, atol=0
         )
@@ -209,7 +207,7 @@ def test_a_scaler_unscales_weighted_means() -> None:
             seen.append(before - model.weight.item())
         return seen
 
-    for seen in run_ranks(2, body, core=CORE, local="off"):
+    for seen in run_ranks(2, body, local="off"):
         assert seen == [pytest.approx((1 + 3 * 2) / 4, abs=1e-5)] * 4
 
 
@@ -316,7 +314,7 @@ def test_what_does_not_go_with_weights_is_refused(
         stepped(session, lambda it: it.weight(4), dtype)
 
     with pytest.raises(gradlane.GradlaneError, match=words):
-        run_ranks(3, body, core=CORE, local="off", **options)
+        run_ranks(3, body, local="off", **options)
 
 
 @pytest.mark.parametrize("samples", [-1, 1.5, 2**60, "4"])

@@ -19,7 +19,6 @@ from torch import nn
 import gradlane
 from gradlane.errors import SessionClosedError
 from gradlane.formats.timeline.chrome import read_chrome
-from gradlane.training.core import load_core
 from gradlane.training.monitoring.metrics import Metrics, waited_s
 from gradlane.training.monitoring.recorded import rank_path
 from tests.built import needs_core
@@ -63,8 +62,7 @@ def train(
 
 
 def run(world_size: int, body: Callable[[gradlane.Session], Any], **options: Any) -> list[Any]:
-    core: Any = load_core()
-    return run_ranks(world_size, body, core=core, slice_elems=1000, summary=False, **options)
+    return run_ranks(world_size, body, slice_elems=1000, summary=False, **options)
 
 
 def test_a_slow_rank_is_the_last_one_at_the_owners() -> None:
@@ -182,13 +180,12 @@ def test_preparing_again_loses_no_counts() -> None:
 
 
 def test_the_line_comes_once_from_rank_0(caplog: pytest.LogCaptureFixture) -> None:
-    core: Any = load_core()
-    run_ranks(2, lambda session: train(session, seeded(Model)), core=core)
+    run_ranks(2, lambda session: train(session, seeded(Model)))
     (line,) = caplog.messages
     caplog.clear()
     assert (line.startswith(f"{STEPS} steps, ") and "slices" in line) or "stands out" in line
-    run_ranks(2, lambda session: train(session, seeded(Model), steps=0), core=core)
-    run_ranks(2, lambda session: train(session, seeded(Model)), core=core, summary=False)
+    run_ranks(2, lambda session: train(session, seeded(Model), steps=0))
+    run_ranks(2, lambda session: train(session, seeded(Model)), summary=False)
     assert caplog.messages == []
 
 
@@ -292,9 +289,8 @@ def test_the_factor_of_clipping_is_told_everywhere(
         return factors, written, page, session.metrics()
 
     trace = tmp_path / "trace.json"
-    core: Any = load_core()
     factors, written, page, found = run_ranks(
-        2, body, core=core, trace=str(trace), prometheus=0, summary=True
+        2, body, trace=str(trace), prometheus=0, summary=True
     )[0]
     root = 3.0**0.5
     expected = [0.5 / root, 1.0, 0.25 / root, 1.0]
@@ -354,14 +350,13 @@ def test_forked_children_report_nothing() -> None:
 
 
 def test_a_session_in_which_nothing_was_prepared_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    core: Any = load_core()
-    run_ranks(2, lambda session: None, core=core)
+    run_ranks(2, lambda session: None)
     assert sorted(caplog.messages) == [
         f"rank {rank} closes a session in which nothing was prepared: no gradient was averaged; "
         "call session.prepare(model, optimizer)"
         for rank in (0, 1)
     ]
     caplog.clear()
-    run_ranks(2, lambda session: session.exchange(session.rank), core=core)
-    run_ranks(1, lambda session: None, core=core)
+    run_ranks(2, lambda session: session.exchange(session.rank))
+    run_ranks(1, lambda session: None)
     assert caplog.messages == []

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import gradlane
-from gradlane.training.core import load_core
 from gradlane.training.node.rules import with_local
 from gradlane.training.options.compatibility import (
     CALLS,
@@ -31,7 +30,6 @@ from tests.built import needs_core
 from tests.paths import ROOT
 from tests.training.model.ranks import run_ranks
 
-CORE: Any = load_core()
 F = Feature
 OPTIONS: dict[Feature, list[dict[str, Any]]] = {
     F.RING: [{"strategy": "ring"}, {"scheme": "ring"}],
@@ -170,7 +168,7 @@ def test_options_that_go_together_train(seed: int, tmp_path: Path) -> None:
         if not check(features, given := draw.choice(list(ways(features)))):
             continue
         keywords = placed(merged(given) or {}, tmp_path)
-        first, second = run_ranks(2, trains, core=CORE, local="off", **keywords)
+        first, second = run_ranks(2, trains, local="off", **keywords)
         assert first == second, features
         trained += 1
 
@@ -297,7 +295,7 @@ def check_call(features: tuple[Feature, ...], keywords: dict[str, Any], asked: F
         else:
             called(session, call)
 
-    errors = run_ranks(2, body, core=CORE, expect_errors=True, local="off", **keywords)
+    errors = run_ranks(2, body, expect_errors=True, local="off", **keywords)
     if said:
         # Who is refused first tells the other.
         own = (gradlane.UsageError, ValueError)
@@ -355,7 +353,7 @@ def test_pace_is_kept_of_one_model() -> None:
                     next(iter(session.keep_pace(range(1))))
             prepared(session)
 
-    run_ranks(2, body, core=CORE, local="off", stragglers="backup=1")
+    run_ranks(2, body, local="off", stragglers="backup=1")
 
 
 # ---- the table and its page

@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import HashStore
 
 import gradlane
 from gradlane.planning.simulation.scenarios import Cluster
-from gradlane.training.core import load_core
 from gradlane.training.model.validation import parameter_features
 from gradlane.training.options.cluster_shape import ClusterShape
 from gradlane.training.options.compatibility import ROWS, Feature, Features, refusal
@@ -37,7 +36,6 @@ from tests.training.sharded.test_rules import adam, backward, sharded
 from tests.training.sharded.test_rules import session as alone
 
 F = Feature
-CORE: Any = load_core()
 Pair = tuple[Feature, Feature]
 
 
@@ -51,7 +49,7 @@ def in_session(body: Callable[[Any], object], **options: Any) -> Callable[[], No
     """Return a program of two ranks in one process."""
 
     def run() -> None:
-        errors = run_ranks(2, body, core=CORE, expect_errors=True, local="off", **options)
+        errors = run_ranks(2, body, expect_errors=True, local="off", **options)
         raise next(
             one for one in errors if isinstance(one, (gradlane.UsageError, ValueError))
         ) from None

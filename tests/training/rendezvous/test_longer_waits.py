@@ -107,7 +107,6 @@ def test_a_wait_that_ends_names_its_option(wait: str) -> None:
 def test_a_close_that_is_not_waited_for_names_its_argument_on_all_ranks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    core: Any = load_core()
     is_told = threading.Event()
 
     def train(session: gradlane.Session) -> str:
@@ -124,6 +123,6 @@ def test_a_close_that_is_not_waited_for_names_its_argument_on_all_ranks(
                 optimizer.step()
         raise told.value
 
-    logged, error = run_ranks(2, train, core=core, expect_errors=True)
+    logged, error = run_ranks(2, train, expect_errors=True)
     for text in (logged, str(error)):
         assert f"did the same within {SHORT_S} s (longer waits: {CLOSE})" in text

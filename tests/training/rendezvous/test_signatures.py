@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from gradlane.errors import GradlaneError, RendezvousError, SessionFailedError, UsageError
 from gradlane.formats.authentication import derived_key, mac
-from gradlane.training.core import load_core
 from gradlane.training.rendezvous import rendezvous
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import RankInfo
@@ -339,8 +338,7 @@ def test_a_forged_value_ends_a_training_by_name_on_all_ranks(
             optimizer.step()
             optimizer.zero_grad()
 
-    core: Any = load_core()
-    errors = run_ranks(3, body, core=core, expect_errors=True, secret=SECRET, check_every=1)
+    errors = run_ranks(3, body, expect_errors=True, secret=SECRET, check_every=1)
     for error in errors:
         assert isinstance(error, GradlaneError)
         assert "checksums/2/1', which rank 1 writes" in str(error), errors

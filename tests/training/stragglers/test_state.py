@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import gradlane
 from gradlane.errors import GradlaneError
 from gradlane.planning.planner import plan_while_training
-from gradlane.training.core import load_core
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms
 from tests.planning.planner.session_programs import OTHER, Decided
@@ -89,8 +88,7 @@ def run(folder: Path, world_size: int, last: int, **options: Any) -> list[dict[s
         "summary": False,
         **options,
     }
-    core: Any = load_core()
-    return run_ranks(world_size, lambda session: follow(session, last), core=core, **settings)
+    return run_ranks(world_size, lambda session: follow(session, last), **settings)
 
 
 def owed(results: list[dict[str, Any]], when: str) -> Tensor:
@@ -163,11 +161,9 @@ def test_what_only_some_ranks_do_together_is_told_to_all() -> None:
             optimizer.zero_grad()
         session.synchronize()
 
-    core: Any = load_core()
     errors = run_ranks(
         2,
         body,
-        core=core,
         expect_errors=True,
         stragglers="drop",
         late="carry",
@@ -188,7 +184,6 @@ def test_ranks_killed_at_random_moments_go_on_with_what_they_carried(
 
 def test_buffers_of_a_checkpoint_are_one_ranks(tmp_path: Path) -> None:
     """A rank that a step went on without has others: a checkpoint must not mix them."""
-    core: Any = load_core()
 
     def statistics_of(session: gradlane.Session) -> Tensor:
         buffers = dict(session.models[0].named_buffers())
@@ -203,13 +198,13 @@ def test_buffers_of_a_checkpoint_are_one_ranks(tmp_path: Path) -> None:
         "checkpoint_folder": tmp_path,
         "checkpoint_every": 3,
     }
-    own = run_ranks(2, seen, core=core, summary=False, **options)
+    own = run_ranks(2, seen, summary=False, **options)
 
     def restored(session: gradlane.Session) -> Tensor:
         train(session, 0)
         return statistics_of(session)
 
-    for found in run_ranks(2, restored, core=core, summary=False, **options):
+    for found in run_ranks(2, restored, summary=False, **options):
         assert torch.equal(found, own[0])
 
 
@@ -229,12 +224,10 @@ def test_a_plan_is_put_into_force_in_the_middle_of_a_training(tmp_path: Path) ->
             "plan": session.planning.plan,
         }
 
-    core: Any = load_core()
     with mock.patch.object(plan_while_training, "Coordinator", Decided):
         results = run_ranks(
             2,
             body,
-            core=core,
             stragglers="backup=1",
             late="carry",
             codec={"*": "onebit"},
