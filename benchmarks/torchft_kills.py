@@ -5,12 +5,14 @@
 a drawn one at a drawn time, starts it again, and goes on so. For each kill it notes the longest
 time without a step of the survivor from the kill until the other one is back, the tries of steps
 that were not committed until then, and whether the parameters of both are the same after each step
-of both. The backends take turns, kill by kill. `--json PATH` writes the rows.
+of both. The backends take turns, kill by kill: `--backends native gloo` compares a group that a
+torchft newer than 0.2 reconfigures itself. `--json PATH` writes the rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "torchft_replicas.py"
-BACKENDS = ("gradlane", "gloo")
+BACKENDS = ("gradlane", "native", "gloo")
 
 
 def load_example() -> Any:
@@ -90,6 +92,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--way", choices=("gradients", "local-sgd", "diloco"), default="gradients")
+    parser.add_argument("--backends", nargs="+", default=["gradlane", "gloo"], choices=BACKENDS)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after this time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -97,16 +100,17 @@ def main() -> None:
     draws = random.Random(options.seed)
     rows: list[dict[str, Any]] = []
     until = time.monotonic() + 60 * options.minutes
-    # A lighthouse each: replicas of one are one job.
-    with example.lighthouse() as first, example.lighthouse() as second:
-        addresses = dict(zip(BACKENDS, (first, second), strict=True))
-        pairs = {it: Pair(example, it, options.way, addresses[it]) for it in BACKENDS}
+    backends: list[str] = options.backends
+    with contextlib.ExitStack() as lighthouses:
+        # A lighthouse each: replicas of one are one job.
+        addresses = {it: lighthouses.enter_context(example.lighthouse()) for it in backends}
+        pairs = {it: Pair(example, it, options.way, addresses[it]) for it in backends}
         try:
             for number in range(options.kills):
                 if time.monotonic() > until:
                     break
                 who, after_s = draws.randrange(2), draws.uniform(0, 0.3)
-                for backend in BACKENDS if number % 2 else BACKENDS[::-1]:
+                for backend in backends if number % 2 else backends[::-1]:
                     row = {"kill": number, "backend": backend, "who": who, "after_s": after_s}
                     try:
                         row.update(pairs[backend].kill(who, after_s))
@@ -119,7 +123,7 @@ def main() -> None:
         finally:
             for pair in pairs.values():
                 pair.end()
-    for backend in BACKENDS:
+    for backend in backends:
         own = [row for row in rows if row["backend"] == backend]
         good = [row for row in own if "failed" not in row]
         if good:

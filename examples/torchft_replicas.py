@@ -4,8 +4,9 @@
     python examples/torchft_replicas.py --way gradients
 
 `--way` is `gradients` (a mean each step), `local-sgd` or `diloco` (a mean of parameters
-every few steps). `--backend gloo` runs the same over torchft's own process group. The parent
-process runs the lighthouse and the two replicas, kills one of them, and starts it again.
+every few steps). `--backend native` gives the manager a group of torch that it reconfigures itself
+(torchft newer than 0.2), and `--backend gloo` runs the same over torchft's own process group. The
+parent process runs the lighthouse and the two replicas, kills one of them, and starts it again.
 """
 
 from __future__ import annotations
@@ -35,9 +36,32 @@ def process_group(backend: str) -> Any:
         from torchft import ProcessGroupGloo
 
         return ProcessGroupGloo(timeout=TIMEOUT)
+    if backend == "native":
+        return native_group()
     from gradlane.distributed.torchft import ProcessGroupGradlane
 
     return ProcessGroupGradlane(timeout=TIMEOUT)
+
+
+def native_group() -> Any:
+    """Return a group of torch without members: each quorum gives it some."""
+    import torch.distributed as dist
+    import torchft.process_group
+
+    import gradlane.distributed
+
+    if not hasattr(torchft.process_group, "ReconfigureOptions"):
+        raise SystemExit("this torchft does not reconfigure groups of torch: leave out --backend")
+    gradlane.distributed.register()
+    dist.init_process_group(
+        "gradlane",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=TIMEOUT,
+        enable_reconfigure=True,
+    )
+    return dist.group.WORLD
 
 
 def replica(number: int, way: str, backend: str, pause_s: float) -> None:
@@ -190,7 +214,7 @@ def main() -> None:
     """Run two replicas, kill one of them, start it again, and compare what both have learned."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--way", choices=("gradients", "local-sgd", "diloco"), default="gradients")
-    parser.add_argument("--backend", choices=("gradlane", "gloo"), default="gradlane")
+    parser.add_argument("--backend", choices=("gradlane", "native", "gloo"), default="gradlane")
     parser.add_argument("--steps", type=int, default=20, help="tries before the kill, and after")
     parser.add_argument("--pause-s", type=float, default=0.05, help="seconds of work in each step")
     parser.add_argument("--verbose", action="store_true", help="show what torchft logs")

@@ -1,6 +1,8 @@
 """A process group of torchft over gradlane, in place of `torchft.ProcessGroupGloo`.
 
-torchft's `Manager` calls `configure` for each quorum, and the group opens new connections then.
+torchft's `Manager` configures it for each quorum, and the group opens new connections then. A
+torchft newer than 0.2 needs no class of ours: `Manager(pg=dist.group.WORLD)` after
+`init_process_group("gradlane", enable_reconfigure=True)`.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class ProcessGroupGradlane(ProcessGroupWrapper):  # type: ignore[misc]
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
         from gradlane.distributed.connecting import connect
 
-        name = f"torchft quorum {self._quorum_id}"
+        # torchft 0.2 numbers its quorums, newer ones the communicators.
+        number = self._quorum_id if hasattr(self, "_quorum_id") else self._uuid
+        name = f"torchft quorum {number}"
         backend = connect(store, rank, world_size, name, self._timeout, self._options)
         group = c10d.ProcessGroup(store, rank, world_size)
         kind = c10d.ProcessGroup.BackendType.CUSTOM
