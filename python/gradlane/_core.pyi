@@ -5,7 +5,7 @@ everywhere) upwards; tensors are numbered in the order of the tensor table. Misu
 are `ValueError`, what the system refuses is `OSError`, a session's end is `ChannelError`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 class ChannelError(Exception):
     """A session that has failed, was refused, or is closed.
@@ -306,6 +306,7 @@ class Channel:
         plan_json: str,
         peers: list[str],
         secret: bytes,
+        watch: Callable[[], object] | None = None,
     ) -> None:
         """Connect to all ranks; blocks without the GIL, signals are handled.
 
@@ -320,6 +321,7 @@ class Channel:
             plan_json: what `plan_json` returned, the same on every rank.
             peers: `host:port` (`[v6]:port`) of every rank.
             secret: what all ranks of the job know.
+            watch: called every 50 ms while it waits; what it raises ends the call.
 
         Raises:
             ValueError: options or plan make no sense.

@@ -151,8 +151,10 @@ fn memory(pointer: usize, nbytes: usize) -> UserMemory {
 
 #[pymethods]
 impl Channel {
-    /// Connect to all ranks. Blocks until they are connected or the connect timeout is over.
+    /// Connect to all ranks. Blocks until they are connected, the connect timeout is over, or `watch`
+    /// raises, which is called every 50 ms.
     #[new]
+    #[pyo3(signature = (listener, options_json, plan_json, peers, secret, watch = None))]
     fn new(
         py: Python<'_>,
         listener: &Listener,
@@ -160,11 +162,12 @@ impl Channel {
         plan_json: &str,
         peers: Vec<String>,
         secret: &[u8],
+        watch: Option<Py<PyAny>>,
     ) -> PyResult<Channel> {
         let options = ChannelOptions::from_json(options_json).map_err(translate)?;
         let listener = listener.take().ok_or_else(spent)?;
         let peers = peers.into_boxed_slice();
-        let mut signals = Signals::default();
+        let mut signals = Signals::with_watch(watch);
         let result = py.detach(|| {
             let mut interrupt = || signals.interrupt();
             CoreChannel::connect(listener, &options, plan_json, &peers, secret, &mut interrupt)

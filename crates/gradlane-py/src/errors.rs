@@ -21,14 +21,24 @@ pyo3::create_exception!(
 /// Runs Python's signal handlers while a call waits without the GIL, and keeps what they raise.
 #[derive(Default)]
 pub(crate) struct Signals {
+    /// Called along with the handlers; raises when the call must end.
+    watch: Option<Py<PyAny>>,
     raised: Option<PyErr>,
 }
 
 impl Signals {
-    /// Whether a handler has raised something, so that the call must end.
+    pub(crate) fn with_watch(watch: Option<Py<PyAny>>) -> Signals {
+        Signals { watch, raised: None }
+    }
+
+    /// Whether a handler or the watch has raised something, so that the call must end.
     pub(crate) fn interrupt(&mut self) -> bool {
         if self.raised.is_none() {
-            self.raised = Python::attach(|py| py.check_signals()).err();
+            self.raised = Python::attach(|py| {
+                py.check_signals()?;
+                self.watch.as_ref().map_or(Ok(()), |watch| watch.call0(py).map(drop))
+            })
+            .err();
         }
         self.raised.is_some()
     }

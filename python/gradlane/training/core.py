@@ -7,6 +7,7 @@ tensors are numbers in the order of the tensor table.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from gradlane.errors import (
@@ -307,8 +308,9 @@ class ChannelType(Protocol):
         plan_json: str,
         peers: list[str],
         secret: bytes,
+        watch: Callable[[], object] | None = None,
     ) -> CoreChannel:
-        """Connect to all ranks; blocks until all are connected."""
+        """Connect to all ranks; blocks until all are connected or `watch` raises."""
 
 
 class Pulse(Protocol):

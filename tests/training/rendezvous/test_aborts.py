@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from gradlane.errors import RendezvousError
+from gradlane.errors import GradlaneError, RendezvousError
 from gradlane.training.checkpoints.manager import CheckpointManager
 from gradlane.training.plans.agreement import agree_on_plan
 from gradlane.training.rendezvous.bounded_store import StoreLostError
@@ -138,6 +138,45 @@ def test_a_rank_that_is_connected_does_not_go_on_without_the_others() -> None:
     assert len({str(error) for error in errors}) == 1
     assert str(errors[0]).startswith("the link between rank 1 and rank 2 is cut")
     assert given_up == [str(errors[0])]
+
+
+@pytest.mark.parametrize("failing", [1, 2], ids=["first channel", "further channel"])
+@pytest.mark.parametrize("kind", ["ChannelError", "KeyError"])
+def test_a_connecting_rank_hears_that_another_ended_before_it_called(
+    failing: int, kind: str
+) -> None:
+    """Its address is known by then, so that nobody asks the store for it any more."""
+    waiting = threading.Event()
+
+    class Ending(HeldCore):
+        """Rank 1 ends before it calls rank 0, which waits for that in a channel."""
+
+        opened = 0
+
+        def Channel(self, listener: Any, options: str, *rest: Any) -> Any:  # noqa: N802
+            if json.loads(options)["rank"] == 0:
+                self.opened += 1
+                if self.opened == failing:
+                    waiting.set()
+            elif self.channels_of_rank_1() == failing - 1:
+                assert waiting.wait(30.0)
+                raise {"ChannelError": self.ChannelError, "KeyError": KeyError}[kind]("no room")
+            return super().Channel(listener, options, *rest)
+
+        def channels_of_rank_1(self) -> int:
+            return sum(one.rank == 1 for one in self.channels)
+
+    def body(session: Any) -> None:
+        for _ in range(failing):
+            prepare(session)
+
+    # Far beyond what the test may take.
+    first, second = run_ranks(
+        2, body, core=Ending(), expect_errors=True, timeout_s=15.0, connect_timeout_s=300.0
+    )
+    assert type(second) is (RendezvousError if kind == "ChannelError" else KeyError)
+    assert isinstance(first, GradlaneError) and "no room" in str(first), first
+    assert "rank 1 " in str(first)
 
 
 def test_rank_0_stays_until_its_reason_was_read() -> None:

@@ -56,13 +56,16 @@ def connect_channel(
         ranks: of the channel, in its order.
 
     Raises:
-        RendezvousError: a rank, or the link between two, cannot be reached; the same text on all.
+        RendezvousError: a rank, or the link between two, cannot be reached, or another rank gave up
+            meanwhile; the same text on all.
+        SessionFailedError: the session has failed meanwhile, as other channels tell.
     """
     try:
         addresses = scope.exchange_addresses(host, listener.port, ranks, lanes=settings["lanes"])
         settings = {**settings, "published": addresses.published, "lanes": addresses.lanes}
-        with scope.watching_for_abort():
-            return core.Channel(listener, json.dumps(settings), plan, addresses.called, secret)
+        with scope.watching_for_abort() as watch:
+            called = addresses.called
+            return core.Channel(listener, json.dumps(settings), plan, called, secret, watch)
     except core.ChannelError as error:
         message, missing = to_world_ranks(error, ranks)
         text = f"rank {scope.rank_info.rank} could not connect: {message}"

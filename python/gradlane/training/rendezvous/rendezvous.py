@@ -602,9 +602,13 @@ class RendezvousScope:
         return RendezvousError(self._abort_reason)
 
     @contextlib.contextmanager
-    def watching_for_abort(self) -> Iterator[None]:
-        """Read another rank's abort meanwhile: the store may have ended with that rank
-        afterwards."""
+    def watching_for_abort(self) -> Iterator[Callable[[], None]]:
+        """Read another rank's abort meanwhile: the store may have ended with that rank afterwards.
+
+        Yields:
+            A function that waits for nothing, and raises once there is an abort or the session has
+            failed.
+        """
         done = threading.Event()
 
         def on_poll() -> None:
@@ -620,10 +624,16 @@ class RendezvousScope:
                         self._acknowledge_abort(record.decode())
                         return
 
+        def check() -> None:
+            if self._abort_reason is not None:
+                raise RendezvousError(self._abort_reason)
+            if self.on_poll is not None:
+                self.on_poll()
+
         thread = threading.Thread(target=listen, name="gradlane-listen", daemon=True)
         thread.start()
         try:
-            yield
+            yield check
         finally:
             done.set()
             thread.join()
