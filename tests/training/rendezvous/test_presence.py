@@ -17,7 +17,7 @@ from tests.training.model.ranks import run_ranks
 from tests.training.rendezvous.stores import bounded
 from tests.waiting import eventually
 
-CONNECT_S = 0.5
+CONNECT_S = 1.0
 BUSY_S = 1.5
 
 

@@ -52,8 +52,9 @@ def _keeping(core: CoreModule, kept: list[tuple[Channel, list[dict[str, Any]]]])
         plan_json: str,
         peers: list[str],
         secret: bytes,
+        watch: Callable[[], object] | None = None,
     ) -> Channel:
-        made = core.Channel(listener, options_json, plan_json, peers, secret)
+        made = core.Channel(listener, options_json, plan_json, peers, secret, watch)
         kept.append((made, json.loads(plan_json)["tensors"]))
         return made
 
