@@ -191,6 +191,32 @@ def test_gradients_are_refused_while_another_thread_runs_backward() -> None:
     assert "'1.weight'" in refusal
 
 
+def test_a_look_leaves_the_gradient_where_another_thread_adds_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch runs hooks outside of the lock under which it adds to `.grad`."""
+    layer = nn.Linear(2, 1, bias=False)
+    trained = [entry for entry in build_table(layer) if entry.trained]
+    intake = gradient_intake.GradientIntake(trained)
+    layer.weight.grad = torch.ones(1, 2)
+
+    def add_meanwhile(one: object) -> int:
+        thread = threading.Thread(target=lambda: layer(torch.ones(1, 2)).sum().backward())
+        thread.start()
+        thread.join()
+        return sys.getrefcount(one) - 1  # This frame has it, too.
+
+    monkeypatch.setattr(gradient_intake, "getrefcount", add_meanwhile)
+    intake.look(0)
+    monkeypatch.undo()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.tolist() == [[2.0, 2.0]]
+    assert not intake.is_watched()
+    kept = layer.weight.grad
+    intake.look(0)
+    assert intake.is_watched() and kept is layer.weight.grad
+
+
 # ---- steps with several backwards
 
 

@@ -49,6 +49,14 @@ def _owners(tensor: Tensor) -> int | None:
     return count_owners(address_of(storage))
 
 
+def _references_in_place() -> int:
+    """Return how many references a gradient has that is in `.grad` and in one list."""
+    parameter = torch.empty(1, dtype=torch.float32, device="cpu", requires_grad=True)
+    set_raw_grad(parameter, torch.empty(1, dtype=torch.float32, device="cpu"))
+    found = [raw_grad(parameter)]
+    return getrefcount(found[0])
+
+
 _LISTED = [torch.empty(1, dtype=torch.float32, device="cpu")]
 _SOLE_REFERENCES = getrefcount(_LISTED[0])
 """References of a tensor that one list holds, so counted; more: a program has it.
@@ -57,6 +65,8 @@ No variable holds it: a debugger that looks at a frame's variables keeps their v
 """
 _SOLE_REFERENCES_MAPPED = sum(map(getrefcount, _LISTED))
 """The same where they are counted by `map`."""
+_REFERENCES_IN_PLACE = _references_in_place()
+"""The same where it is in `.grad`, too: torch itself may have one then."""
 _ALONE = _owners(torch.empty(1, dtype=torch.float32, device="cpu"))
 """Owners of memory that one tensor has to itself, by `_owners`."""
 
@@ -171,10 +181,13 @@ class GradientIntake:
             UsageError: it cannot be averaged; the message names the parameter.
         """
         parameter = self._trained[index].tensor
-        if raw_grad(parameter) is None:
+        # It is not taken away for the look: another thread's backward may add to it now, since
+        # torch runs hooks outside of the lock for that.
+        found = [raw_grad(parameter)]
+        is_held = getrefcount(found[0]) > _REFERENCES_IN_PLACE
+        gradient = found.pop()
+        if gradient is None:
             return
-        gradient, is_held = self._fetch(index, parameter)
-        set_raw_grad(parameter, gradient)
         check_gradient(self._trained[index], gradient)
         if self._is_shared(index, gradient, is_held=is_held):
             self._watched[index] = None
