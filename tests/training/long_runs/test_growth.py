@@ -28,7 +28,7 @@ def test_sessions_stay_as_large_as_they_are(
             # The times of the last 128 steps are kept.
             settled = found[len(found) // 2 :]
             assert growth(settled, "python_blocks") < 0.7, [row["python_blocks"] for row in found]
-            assert growth(settled, "heap_bytes") < 100.0, [row["heap_bytes"] for row in found]
+            assert growth(settled, "heap_bytes") < 200.0, [row["heap_bytes"] for row in found]
 
 
 def test_what_grows_is_found() -> None:
