@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.rank_environment import told_by_rank_0
+from benchmarks.rank_environment import summed_over_ranks, told_by_rank_0
 from benchmarks.sleeping_layers import sleeping_layers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradlane.distributed
 from gradlane.formats.rates import parse_rate
-from gradlane.lab.cluster.namespaces import INTERFACE
 
 BACKENDS = ("gradlane", "gloo")
 WRAPPERS = ("ddp", "fsdp2")
@@ -86,17 +85,12 @@ def _measure(wrapper: str, groups: dict[str, Any], options: dict[str, Any]) -> d
     ours, gloos = (_values(models[it]).view(torch.int32) for it in BACKENDS)
     equal = torch.tensor([int((ours == gloos).sum()), ours.numel()])
     dist.all_reduce(equal)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, processor)
     return {
         "wrapper": wrapper,
         "ranks": dist.get_world_size(),
         "rate_bps": options["rate_bps"],
         "step_s": seconds,
-        "processor_s": {
-            it: [sum(ranks) for ranks in zip(*(one[it] for one in everywhere), strict=True)]
-            for it in models
-        },
+        "processor_s": summed_over_ranks(processor),
         "equal_parameters": int(equal[0]) / int(equal[1]),
         "load": os.getloadavg()[0],
     }
@@ -165,8 +159,7 @@ def main() -> None:
                 "rate_bps": round(parse_rate(rate)),
             }
             program = ["-m", "benchmarks.backend_steps", "--train", json.dumps(options)]
-            interface = {"GRADLANE_INTERFACE": INTERFACE, "GLOO_SOCKET_IFNAME": INTERFACE}
-            for told in told_by_rank_0(ranks, options["rate_bps"], program, interface):
+            for told in told_by_rank_0(ranks, options["rate_bps"], program):
                 rows.append(json.loads(told))
                 print(_line(rows[-1]), flush=True)
     if given.json:

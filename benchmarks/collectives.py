@@ -27,13 +27,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from benchmarks.collectives_chart import draw_quotients
-from benchmarks.rank_environment import told_by_rank_0
+from benchmarks.rank_environment import summed_over_ranks, told_by_rank_0
 from torch._C._distributed_c10d import TCPStore
 
 import gradlane.distributed
 from gradlane.formats.link_report import PAYLOAD_SHARE
 from gradlane.formats.rates import parse_rate
-from gradlane.lab.cluster.namespaces import INTERFACE
 
 SIZES = (8, 64, 1024, 8192, 65_536, 1 << 20, 8 << 20, 64 << 20)
 BACKENDS = ("gradlane", "gloo")
@@ -99,8 +98,6 @@ def _measure(rank: int, ranks: int, host: str, port: int, options: dict[str, Any
                         calls[backend]()
                     times[backend].append((time.perf_counter() - began) / count)
                     processor[backend].append((time.process_time() - busy) / count)
-            everywhere: list[Any] = [None] * ranks
-            dist.all_gather_object(everywhere, processor)
             rows.append(
                 {
                     "operation": operation,
@@ -109,13 +106,7 @@ def _measure(rank: int, ranks: int, host: str, port: int, options: dict[str, Any
                     "rate_bps": options["rate_bps"],
                     "calls": count,
                     "seconds": times,
-                    "processor_seconds": {
-                        it: [
-                            sum(all_ranks)
-                            for all_ranks in zip(*(one[it] for one in everywhere), strict=True)
-                        ]
-                        for it in BACKENDS
-                    },
+                    "processor_seconds": summed_over_ranks(processor),
                 }
             )
             if rank == 0:
@@ -140,13 +131,8 @@ def _on_this_machine(ranks: int, options: dict[str, Any]) -> Any:
 
 
 def _on_shaped_ports(ranks: int, options: dict[str, Any]) -> Any:
-    told = told_by_rank_0(
-        ranks,
-        options["rate_bps"],
-        ["-m", "benchmarks.collectives", "--measure", json.dumps(options)],
-        {"GRADLANE_INTERFACE": INTERFACE, "GLOO_SOCKET_IFNAME": INTERFACE},
-    )
-    return json.loads(b"".join(told))
+    program = ["-m", "benchmarks.collectives", "--measure", json.dumps(options)]
+    return json.loads(b"".join(told_by_rank_0(ranks, options["rate_bps"], program)))
 
 
 def _measure_in_namespace(options: dict[str, Any]) -> None:
